@@ -1,0 +1,60 @@
+"""The key of each rank of a group, from the checkpoint and the parallel layout.
+
+The daemon and the engine must arrive at the same key from different ends, so every rule that normalises a value (data
+parallelism that only replicates, placement that means nothing without experts) stands here once for the native
+preparer, next to the reason for it.
+"""
+
+from __future__ import annotations
+
+from weightcache.crds import specs
+from weightcache.daemon import checkpoints, placements
+from weightcache.wire import configs, digests, keys
+
+__all__ = ["LOADED", "build_keys"]
+
+#: Layout of the loaded stage: as the engine's parameters are after loading and before any post-processing.
+LOADED = "loaded"
+
+
+def build_keys(spec: specs.WeightCacheSpec, checkpoint: checkpoints.Checkpoint) -> tuple[keys.Key, ...]:
+    """One key a rank, in rank order, without the content digest. Pure.
+
+    Data parallelism is part of the key only where experts are spread over it: otherwise replicas hold equal weights
+    and any of them may be mapped. Loaded tensors do not depend on the device, so ``capability`` is empty.
+    """
+    return tuple(_key(spec, checkpoint, rank) for rank in range(specs.world_size(spec.parallelism)))
+
+
+def _key(spec: specs.WeightCacheSpec, checkpoint: checkpoints.Checkpoint, rank: int) -> keys.Key:
+    parallelism = spec.parallelism
+    num_experts = checkpoint.num_experts
+    spread = parallelism.expert.enabled and num_experts > 0
+    place = placements.coordinates(parallelism, rank)
+    experts = placements.experts_of(parallelism, rank, num_experts)
+    position = keys.Position(
+        tensor_rank=place.tensor_rank,
+        pipeline_rank=place.pipeline_rank,
+        data_rank=place.data_rank if spread else 0,
+        expert_rank=place.expert_rank if spread else 0,
+        experts=keys.format_experts(experts),
+    )
+    return keys.Key(
+        layout_version=keys.LAYOUT_VERSION,
+        content="",
+        config=configs.config_digest(checkpoint.config),
+        architecture=checkpoint.architecture,
+        dtype=checkpoint.dtype,
+        quantization=checkpoint.quantization.name,
+        quantization_config=digests.digest_of_value(checkpoint.quantization.config),
+        tensor_size=parallelism.tensor,
+        pipeline_size=parallelism.pipeline,
+        data_size=parallelism.data if spread else 1,
+        expert_parallel=spread,
+        expert_placement=str(parallelism.expert.placement) if spread else "",
+        linear_layout=LOADED,
+        moe_layout=LOADED if num_experts else "",
+        kv_cache_dtype=checkpoint.quantization.kv_cache,
+        preparer=str(spec.preparer),
+        position=position,
+    )
