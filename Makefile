@@ -27,7 +27,7 @@ format: setup ## format the sources and mend what ruff can mend
 
 demo-local: ## a checkpoint, a daemon and an engine process on this machine, without a GPU
 	scripts/setup exporter
-	$(python) demo/local.py
+	$(python) -m demo.local
 
 demo: demo-local ## for now the same as demo-local; the one on Kubernetes comes with the operator
 

@@ -50,8 +50,7 @@ class HostStaging(staging.Pool):
 
     def close(self) -> None:
         """Let go of the memory; a view that someone still uses keeps its pages until it is gone."""
-        with contextlib.suppress(BufferError):
-            self._drop_views()
+        self._drop_views()
 
 
 class HostArena:

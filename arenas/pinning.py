@@ -102,19 +102,22 @@ class PinnedStaging(staging.Pool):
 
         self._pending[index] = finish
 
-    def close(self) -> None:
-        """Wait, then free streams, pinned memory and mirror. Twice is once.
+    def wait(self) -> None:
+        """Return when every copy so far is done and every digest delivered; at once when closed."""
+        if self._streams:
+            super().wait()
 
-        RuntimeError, and nothing freed, while an array of someone's still shows a buffer.
+    def close(self) -> None:
+        """Wait for copies, then free streams, pinned memory and mirror; undelivered digests are lost. Twice is once.
+
+        The buffers' views raise ValueError from now on; an array made from one must not be touched any more.
         """
-        try:
-            self._drop_views()
-        except BufferError as error:
-            raise RuntimeError("freeing a reader buffer that an array still shows: let go of it first") from error
+        self._drop_views()
         with self._context.current(), self._stack:
             for stream in self._streams:
                 driver.call("cuStreamSynchronize", stream)
             self._streams = []
+            self._total_bytes = 0
 
     def _upload(self, index: int, size_bytes: int) -> None:
         if size_bytes <= self._uploaded_bytes[index]:

@@ -11,7 +11,7 @@ import argparse
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 __all__ = ["COMMANDS", "Command", "build_parser", "size_bytes"]
 
@@ -37,7 +37,7 @@ def size_bytes(text: str) -> int:
     found = _SIZE.fullmatch(text.strip().removesuffix("/s"))
     if not found:
         raise argparse.ArgumentTypeError(f"{text!r} is not a size such as 512MiB or 2GiB/s")
-    return round(float(found["count"]) * 1024 ** _POWERS[found["prefix"].upper()])
+    return round(float(found["count"]) * float(1024 ** _POWERS[found["prefix"].upper()]))
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -65,8 +65,8 @@ def build_parser() -> argparse.ArgumentParser:
 class _Parser(argparse.ArgumentParser):
     """argparse, but an abbreviated option is unknown, and errors read like all others of this program."""
 
-    def __init__(self, *args: object, **options: object) -> None:
-        super().__init__(*args, allow_abbrev=False, **options)  # type: ignore[arg-type]  # argparse's own signature
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **{**options, "allow_abbrev": False})
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"weightcache: SettingsInvalid: {message}\nnext step: {self.prog} --help\n")
@@ -114,10 +114,14 @@ def _add_root(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--root", type=Path, default=DEFAULT_ROOT, metavar="DIR", help="default: %(default)s")
 
 
-def _add_target(parser: argparse.ArgumentParser) -> None:
+def _add_target(parser: argparse.ArgumentParser, *, positional: bool = True) -> None:
     which = parser.add_mutually_exclusive_group()
-    which.add_argument("cache", nargs="?", metavar="CACHE", help="namespace/name, or a name that is the only such one")
-    which.add_argument("--socket", type=Path, metavar="PATH", help="a daemon's socket, instead of CACHE and --root")
+    name = "namespace/name, or a name that is the only such one"
+    if positional:
+        which.add_argument("cache", nargs="?", metavar="CACHE", help=name)
+    else:
+        which.add_argument("--cache", metavar="CACHE", help=name)
+    which.add_argument("--socket", type=Path, metavar="PATH", help="the daemon's socket, instead of cache and root")
     _add_root(parser)
 
 
@@ -132,8 +136,8 @@ def _daemon(parser: argparse.ArgumentParser) -> None:
     _add_root(parser)
     parser.add_argument("--status-socket", type=Path, metavar="PATH", help="private socket, answers from the start on")
     parser.add_argument("--on-owned", choices=("exit", "wait"), default="exit", help="when it cannot start")
-    parser.add_argument("--gate-slots", type=_whole(1), default=1, metavar="N", help="loaders that read at once, a node")
-    parser.add_argument("--host-slots", type=_whole(1), default=8, metavar="N", help="host slots of this node")
+    parser.add_argument("--gate-slots", type=_whole(1), default=1, metavar="N", help="loaders that read at once")
+    parser.add_argument("--host-slots", type=_whole(1), default=8, metavar="N", help="slots for Host memory")
     parser.add_argument("--load-buffer", type=size_bytes, default=1 << 30, metavar="SIZE", help="a node; default: 1GiB")
     parser.add_argument("--reader-threads", type=_whole(1), default=16, metavar="N", help="a loader")
     parser.add_argument("--read-limit", type=size_bytes, default=0, metavar="SIZE/s", help="default: none")
@@ -145,8 +149,8 @@ def _daemon(parser: argparse.ArgumentParser) -> None:
 
 def _prepare_root(parser: argparse.ArgumentParser) -> None:
     _add_root(parser)
-    parser.add_argument("--daemons-group", type=_group_id, default=-1, metavar="GROUP", help="may own GPUs (name or id)")
-    parser.add_argument("--socket-group", type=_group_id, default=-1, metavar="GROUP", help="may connect (name or id)")
+    parser.add_argument("--daemons-group", type=_group_id, default=-1, metavar="GROUP", help="name or id: may own GPUs")
+    parser.add_argument("--socket-group", type=_group_id, default=-1, metavar="GROUP", help="name or id: may connect")
 
 
 def _status(parser: argparse.ArgumentParser) -> None:
@@ -160,7 +164,7 @@ def _status(parser: argparse.ArgumentParser) -> None:
 def _verify(parser: argparse.ArgumentParser) -> None:
     _add_target(parser)
     depth = parser.add_mutually_exclusive_group()
-    depth.add_argument("--deep", dest="deep", action="store_true", default=True, help="recompute every digest (default)")
+    depth.add_argument("--deep", action="store_true", default=True, help="recompute every digest (default)")
     depth.add_argument("--shallow", dest="deep", action="store_false", help="tell the last verdict")
     _add_output(parser)
     _add_timeout(parser, 3600)
@@ -193,18 +197,14 @@ def _inspect(parser: argparse.ArgumentParser) -> None:
 def _diff(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("a", type=Path, metavar="A", help="spec file")
     parser.add_argument("b", type=Path, nargs="?", metavar="B", help="spec file; else a running daemon")
-    parser.add_argument("--socket", type=Path, metavar="PATH", help="the daemon's socket, instead of --cache and --root")
-    parser.add_argument("--cache", metavar="CACHE", help="the daemon's cache: namespace/name, or name")
-    _add_root(parser)
+    _add_target(parser, positional=False)
     parser.add_argument("--digest", action="store_true", help="compute content digests: reads the whole checkpoints")
     _add_output(parser)
     _add_timeout(parser, 10)
 
 
 def _bench_attach(parser: argparse.ArgumentParser) -> None:
-    _add_root(parser)
-    parser.add_argument("--cache", metavar="CACHE", help="namespace/name, or a name that is the only such one")
-    parser.add_argument("--socket", type=Path, metavar="PATH", help="the daemon's socket, instead of --cache and --root")
+    _add_target(parser, positional=False)
     parser.add_argument("--runs", type=_whole(1), default=10, metavar="N", help="fresh processes; default: 10")
     parser.add_argument("--share", action="store_true", help="also when another engine holds the group")
     _add_output(parser)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 from types import TracebackType
-from typing import Any, TextIO
+from typing import Any, TextIO, cast
 
 from rich import console as rich_console
 from rich import progress, text
@@ -37,7 +37,7 @@ class Bars:
             transient=True,
             refresh_per_second=8,
         )
-        self._narrate = logs.Narrator(_Above(console))
+        self._narrate = logs.Narrator(cast(TextIO, _Above(console)))  # print() asks for no more
         self._tasks: dict[tuple[int, int], progress.TaskID] = {}
 
     def __enter__(self) -> Bars:

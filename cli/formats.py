@@ -13,7 +13,7 @@ size = logs.size
 
 
 def duration(seconds: float) -> str:
-    """A length of time in its two largest units: ``0.4 s``, ``12 s``, ``3 m 05 s``, ``2 h 10 m``, ``4 d 03 h``. Pure."""
+    """A length of time in its two largest units: ``0.4 s``, ``12 s``, ``3 m 05 s``, ``2 h 10 m``. Pure."""
     if seconds < 9.95:
         return f"{max(0.0, seconds):.1f} s"
     whole = round(seconds)

@@ -73,9 +73,7 @@ def inspect(options: argparse.Namespace) -> int:
 
 def build_spec(options: argparse.Namespace) -> specs.WeightCacheSpec:
     """The spec that a command line describes."""
-    expert = specs.Expert(
-        enabled=options.expert_parallel, placement=specs.ExpertPlacement(options.expert_placement)
-    )
+    expert = specs.Expert(enabled=options.expert_parallel, placement=specs.ExpertPlacement(options.expert_placement))
     return specs.WeightCacheSpec(
         model=specs.Model(host_path=os.path.abspath(options.checkpoint)),
         parallelism=specs.Parallelism(
@@ -172,15 +170,14 @@ def _build_report(found: Inspection) -> Iterator[Any]:
 def _facts(found: Inspection) -> Iterator[tuple[str, str]]:
     largest = max(rank.arena_bytes for rank in found.ranks)
     total = sum(rank.arena_bytes for rank in found.ranks)
-    yield "architecture", f"{found.architecture}, {found.dtype}" + (
-        f", {found.num_experts} experts a layer" if found.num_experts else ""
-    )
+    experts = f", {found.num_experts} experts a layer" if found.num_experts else ""
+    yield "architecture", f"{found.architecture}, {found.dtype}{experts}"
     yield "quantization", found.quantization + (f", KV cache {found.kv_cache_dtype}" if found.kv_cache_dtype else "")
     yield "files", f"{len(found.files)}, {formats.size(sum(found.files.values()))}, {found.num_tensors} tensors"
     if found.memory == specs.Memory.Host:
         free = devices.host_free_bytes()
         verdict = "enough" if free >= total else f"{formats.size(total - free)} short"
-        yield "memory", f"a group needs {formats.size(total)} of host memory; this machine has {formats.size(free)} free: {verdict}"
+        yield "memory", f"a group needs {formats.size(total)}; this machine has {formats.size(free)} free: {verdict}"
     else:
         yield "memory", f"each rank's GPU needs up to {formats.size(largest)} free; a group {formats.size(total)}"
 
@@ -204,7 +201,7 @@ def _key_table(found: Inspection) -> table.Table:
     for field, value in msgspec.to_builtins(found.key).items():
         if field == "position":
             for name, part in value.items():
-                built.add_row(f"position.{name}", str(part))
+                built.add_row(f"position.{name}", str(part) if part != "" else "-")
         elif field == "content" and not value:
             built.add_row("content", text.Text("not computed (--digest)", style="dim"))
         else:

@@ -1,7 +1,7 @@
 """The command ``weightcache``: finds the command's function, and makes every failure read the same.
 
 A person on call sees a reason, the figures and the next step, a script sees the reason's exit code; neither sees a
-traceback for something that weightcache foresaw. A fault it did not foresee keeps its traceback, under ``InternalError``.
+traceback for what weightcache foresaw. A fault that it did not foresee keeps its traceback, under ``InternalError``.
 """
 
 from __future__ import annotations

@@ -85,11 +85,8 @@ def _facts(status: protocol.DaemonStatus, now: float) -> Iterator[tuple[str, str
     if status.verification:
         verdict = status.verification
         outcome = "sound" if verdict.sound else f"{len(verdict.damaged)} tensors DAMAGED"
-        yield (
-            "verify",
-            f"{outcome}, {formats.size(verdict.bytes_checked)} in {verdict.seconds:.2f} s, "
-            f"{formats.duration(now - verdict.at)} ago",
-        )
+        cost = f"{formats.size(verdict.bytes_checked)} in {verdict.seconds:.2f} s"
+        yield "verify", f"{outcome}, {cost}, {formats.duration(now - verdict.at)} ago"
     misses = ", ".join(f"{field} {count}" for field, count in sorted(status.misses.items()))
     yield "use", f"attaches {status.attaches}" + (f"; key mismatches: {misses}" if misses else "")
 
@@ -176,9 +173,7 @@ def _users(status: protocol.DaemonStatus, now: float) -> Iterator[str]:
         yield f"and {len(engines) - MAX_HOLDERS_SHOWN} more engines; --output json shows all"
 
 
-def _user(
-    name: str, group: int, ranks: dict[int, list[protocol.LeaseStatus]], current: set[str], now: float
-) -> str:
+def _user(name: str, group: int, ranks: dict[int, list[protocol.LeaseStatus]], current: set[str], now: float) -> str:
     leases = [lease for found in ranks.values() for lease in found]
     held = [rank for rank in ranks if rank >= 0]
     parts = [f"group {group}"]

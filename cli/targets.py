@@ -51,7 +51,7 @@ def find(root: Path, cache: str | None, socket: Path | None) -> list[Target]:
 
 
 def find_one(root: Path, cache: str | None, socket: Path | None) -> Target:
-    """As :func:`find`, but exactly one. Raises Refusal ``SettingsInvalid`` that lists the choice when there are more."""
+    """As :func:`find`, but exactly one. Raises Refusal ``SettingsInvalid`` that lists them when there are more."""
     found = find(root, cache, socket)
     if len(found) > 1:
         raise _ambiguous(f"name one of the caches below {root}: {', '.join(target.name for target in found)}")

@@ -11,7 +11,7 @@ from weightcache.crds import specs
 from weightcache.daemon import checkpoints, placements
 from weightcache.wire import configs, digests, keys
 
-__all__ = ["LOADED", "build_keys"]
+__all__ = ["LOADED", "build_keys", "build_position"]
 
 #: Layout of the loaded stage: as the engine's parameters are after loading and before any post-processing.
 LOADED = "loaded"
@@ -26,19 +26,23 @@ def build_keys(spec: specs.WeightCacheSpec, checkpoint: checkpoints.Checkpoint) 
     return tuple(_key(spec, checkpoint, rank) for rank in range(specs.world_size(spec.parallelism)))
 
 
-def _key(spec: specs.WeightCacheSpec, checkpoint: checkpoints.Checkpoint, rank: int) -> keys.Key:
-    parallelism = spec.parallelism
-    num_experts = checkpoint.num_experts
+def build_position(parallelism: specs.Parallelism, num_experts: int, rank: int) -> keys.Position:
+    """Where a rank stands, as its key says it. ``num_experts``: a layer's, over all ranks. Pure."""
     spread = parallelism.expert.enabled and num_experts > 0
     place = placements.coordinates(parallelism, rank)
-    experts = placements.experts_of(parallelism, rank, num_experts)
-    position = keys.Position(
+    return keys.Position(
         tensor_rank=place.tensor_rank,
         pipeline_rank=place.pipeline_rank,
         data_rank=place.data_rank if spread else 0,
         expert_rank=place.expert_rank if spread else 0,
-        experts=keys.format_experts(experts),
+        experts=keys.format_experts(placements.experts_of(parallelism, rank, num_experts)),
     )
+
+
+def _key(spec: specs.WeightCacheSpec, checkpoint: checkpoints.Checkpoint, rank: int) -> keys.Key:
+    parallelism = spec.parallelism
+    num_experts = checkpoint.num_experts
+    spread = parallelism.expert.enabled and num_experts > 0
     return keys.Key(
         layout_version=keys.LAYOUT_VERSION,
         content="",
@@ -56,5 +60,5 @@ def _key(spec: specs.WeightCacheSpec, checkpoint: checkpoints.Checkpoint, rank: 
         moe_layout=LOADED if num_experts else "",
         kv_cache_dtype=checkpoint.quantization.kv_cache,
         preparer=str(spec.preparer),
-        position=position,
+        position=build_position(parallelism, num_experts, rank),
     )

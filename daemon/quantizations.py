@@ -86,9 +86,9 @@ def _parse_one(file: str, source: Mapping[str, Any]) -> Quantization:
 def _is_weight_only(source: Mapping[str, Any]) -> bool:
     """Whether every group leaves activations alone: then ``NVFP4`` has no input scales (as vLLM decides it)."""
     groups = source.get("config_groups")
-    return bool(isinstance(groups, Mapping) and groups) and all(
-        isinstance(group, Mapping) and group.get("input_activations") is None for group in groups.values()
-    )
+    if not isinstance(groups, Mapping) or not groups:
+        return False
+    return all(isinstance(group, Mapping) and group.get("input_activations") is None for group in groups.values())
 
 
 def _kv_cache_algorithm(file: str, value: Any) -> str:

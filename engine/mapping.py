@@ -100,7 +100,7 @@ def device_of(answer: protocol.Attached) -> torch.device:
 def damaged(manifest: manifests.Manifest, mapping: memory.Mapping) -> list[str]:
     """Names of the tensors whose resident bytes differ from their digests; reads the whole arena."""
     spans = [
-        extents.Extent(offset, extents.padded(manifest.size_bytes_of(index)))
+        extents.Extent(offset, manifests.padded(manifest.size_bytes_of(index)))
         for index, offset in enumerate(manifest.offsets)
     ]
     found = mapping.digests(spans)

@@ -56,8 +56,8 @@ def compile_source(source: bytes, architecture: str = ARCHITECTURE, defines: Seq
 
 
 def _text(measure: Any, read: Any, program: Any) -> str:
-    _status, size = measure(program)
-    data = b" " * size
+    size: int = measure(program)[1]
+    data: bytes = b" " * size  # the binding writes into it
     read(program, data)
     return data.rstrip(b"\0").decode()
 

@@ -15,6 +15,7 @@ import pytest
 import xxhash
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
+
 from weightcache.arenas import digesting
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -25,6 +26,7 @@ Emulation = Callable[..., list[bytes]]
 
 
 def load_builder() -> types.ModuleType:
+    """The script as a module."""
     spec = importlib.util.spec_from_file_location("build_ptx", ROOT / "scripts" / "build_ptx.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -54,14 +56,18 @@ def emulated(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
 
 
 def random_pieces(sizes: Sequence[int]) -> list[bytes]:
+    """Random bytes of each size, the same at every run."""
     generator = np.random.default_rng(len(sizes))
     return [generator.bytes(size) for size in sizes]
 
 
 def assert_digests(emulated: Emulation, pieces: Sequence[bytes], warps: int = 1) -> None:
+    """Compare the kernel with the library, and show each length with both digests."""
     expected = [xxhash.xxh3_128_digest(piece).hex() for piece in pieces]
     # Whole multiples of 16 end at an unreadable page, so that a read beyond the piece is a crash.
-    found = [digest.hex() for digest in emulated([(piece, 0 if len(piece) % 16 == 0 else 16) for piece in pieces], warps)]
+    found = [
+        digest.hex() for digest in emulated([(piece, 0 if len(piece) % 16 == 0 else 16) for piece in pieces], warps)
+    ]
     assert dict(enumerate(zip(map(len, pieces), found, strict=True))) == dict(
         enumerate(zip(map(len, pieces), expected, strict=True))
     )

@@ -6,13 +6,16 @@ import pytest
 import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
+
 from weightcache.arenas import extents
 
 SIZES = st.integers(0, 40).map(lambda n: n * 256)
 
 
 @given(st.lists(st.tuples(SIZES, SIZES)), st.integers(1, 8).map(lambda n: n * 256))
-def test_pieces_cover_each_byte_of_each_extent_once_and_in_order(spans: list[tuple[int, int]], piece_bytes: int) -> None:
+def test_pieces_cover_each_byte_of_each_extent_once_and_in_order(
+    spans: list[tuple[int, int]], piece_bytes: int
+) -> None:
     """A byte left out could be damaged unseen; one covered twice would make loader and verifier disagree."""
     given_extents = [extents.Extent(*span) for span in spans]
     covered = [b for piece in extents.pieces(given_extents, piece_bytes) for b in range(piece.offset, piece.end)]
@@ -21,7 +24,7 @@ def test_pieces_cover_each_byte_of_each_extent_once_and_in_order(spans: list[tup
 
 
 def test_a_tensor_of_one_piece_is_digested_by_the_rule_of_many() -> None:
-    """The digest of a small tensor is the digest of its piece's digest, as for large ones, and of nothing when empty."""
+    """A small tensor's digest is the digest of its piece's digest, as for large ones; an empty one's is of nothing."""
     one, two = bytes(range(256)), bytes(512)
     found = extents.combined(
         [extents.Extent(0, 256), extents.Extent(256, 0), extents.Extent(256, 768)],

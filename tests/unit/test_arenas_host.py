@@ -17,11 +17,13 @@ import pytest
 import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from weightcache.arenas import extents, host, memory, staging
 from weightcache.wire import reasons
 
 MIB = 1 << 20
 PAGE = mmap.PAGESIZE
+F_SEAL_FUTURE_WRITE = 0x10  # linux/fcntl.h; a writable mapping made before it stays writable
 
 
 def independent_digest(data: bytes) -> bytes:
@@ -31,6 +33,7 @@ def independent_digest(data: bytes) -> bytes:
 
 
 def random_bytes(size: int, seed: int = 0) -> bytes:
+    """The same at every run."""
     return np.random.default_rng(seed).bytes(size)
 
 
@@ -167,6 +170,7 @@ def test_a_kernel_that_refuses_shared_maps_of_sealed_files_is_served_too(
 
 
 def descriptor_with(seals: int = host.SEALS, size: int = PAGE) -> int:
+    """A memfd with those seals and no others."""
     descriptor = os.memfd_create("weightcache-test", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     os.ftruncate(descriptor, size)
     fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, seals)
@@ -180,7 +184,7 @@ def descriptor_with(seals: int = host.SEALS, size: int = PAGE) -> int:
         (lambda: descriptor_with(size=2 * PAGE), PAGE, f"{2 * PAGE} bytes, {PAGE} announced"),
         (lambda: descriptor_with(size=0), 0, "0 bytes"),
         (lambda: descriptor_with(fcntl.F_SEAL_SHRINK), PAGE, "could still change"),
-        (lambda: descriptor_with(fcntl.F_SEAL_FUTURE_WRITE | fcntl.F_SEAL_SHRINK), PAGE, "could still change"),
+        (lambda: descriptor_with(F_SEAL_FUTURE_WRITE | fcntl.F_SEAL_SHRINK), PAGE, "could still change"),
         (lambda: descriptor_with(host.SEALS & ~fcntl.F_SEAL_SHRINK), PAGE, "could still change"),
         (lambda: os.open(sys.executable, os.O_RDONLY), PAGE, "cannot be sealed|could still change"),
         (lambda: os.open("/dev/null", os.O_RDONLY), PAGE, "regular file"),

@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import pytest
+
 from weightcache.arenas import memory
 from weightcache.wire import reasons
 

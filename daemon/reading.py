@@ -1,0 +1,200 @@
+"""Reading a rank's bytes through a few reused buffers, as fast as the memory bus allows.
+
+Host memory while loading must be bounded by buffers, never by shards or the model; and one thread reads 6 GB/s where
+sixteen reach 40. So reader threads take a unit each, read it into a buffer, have the owned blocks digested, copy the
+segments into the arena and give the buffer back. The first error stops all.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from typing import NamedTuple
+
+from weightcache.arenas import extents, memory
+from weightcache.daemon import orders, pieces, reads
+from weightcache.wire import digests, reasons
+
+__all__ = ["Buffers", "Outcome", "coalesce", "divide_buffers", "read_all"]
+
+LARGEST_BUFFER_BYTES = 16 << 20
+_ACQUIRE_SECONDS = 600.0
+
+
+class Buffers(NamedTuple):
+    """How a budget is cut: threads, buffers (two a thread: one is filled while the other is copied), their size."""
+
+    num_threads: int
+    num_buffers: int
+    buffer_bytes: int
+
+
+class Outcome(NamedTuple):
+    """What came of reading: digests of the owned blocks, the table of scales (float32), bytes read."""
+
+    blocks: list[orders.BlockDigest]
+    scales: bytearray
+    bytes_read: int
+
+
+def divide_buffers(budget_bytes: int, num_threads: int, needed_bytes: int) -> Buffers:
+    """Cut a budget into buffers of whole 4 MiB blocks, at most 16 MiB each, and no more than are needed. Pure."""
+    block = digests.BLOCK_BYTES
+    useful = max(1, -(-needed_bytes // block))
+    threads = max(1, min(num_threads, budget_bytes // (2 * block), useful))
+    size = min(LARGEST_BUFFER_BYTES, budget_bytes // (2 * threads) // block * block, -(-useful // threads) * block)
+    return Buffers(threads, 2 * threads if budget_bytes >= 2 * block * threads else 1, max(block, size))
+
+
+def coalesce(segments: Iterable[pieces.Segment]) -> list[pieces.Segment]:
+    """Join segments that follow each other in the buffer and in the arena: scalars of experts lie side by side. Pure."""
+    joined: list[pieces.Segment] = []
+    for segment in segments:
+        last = joined[-1] if joined else None
+        if (
+            last is not None
+            and last.num_rows == segment.num_rows == 1
+            and last.source_offset + last.row_bytes == segment.source_offset
+            and last.offset + last.row_bytes == segment.offset
+        ):
+            joined[-1] = pieces.Segment(
+                last.source_offset, 1, last.row_bytes + segment.row_bytes, 0, last.offset
+            )
+        else:
+            joined.append(segment)
+    return joined
+
+
+class _Throttle:
+    """At most ``bytes_per_second`` over all threads; 0 for no limit."""
+
+    def __init__(self, bytes_per_second: int) -> None:
+        self._rate = bytes_per_second
+        self._lock = threading.Lock()
+        self._free_at = time.monotonic()
+
+    def take(self, size_bytes: int) -> None:
+        """Wait for this many bytes' turn."""
+        if not self._rate:
+            return
+        with self._lock:
+            self._free_at = max(self._free_at, time.monotonic()) + size_bytes / self._rate
+            until = self._free_at
+        time.sleep(max(0.0, until - time.monotonic()))
+
+
+class _Work:
+    """What the reader threads share."""
+
+    def __init__(self, arena: memory.Arena, staging: memory.Staging, files: Mapping[str, int], rate: int) -> None:
+        self.arena = arena
+        self.staging = staging
+        self.files = files
+        self.throttle = _Throttle(rate)
+        self.lock = threading.Lock()
+        self.stop = threading.Event()
+        self.blocks: list[orders.BlockDigest] = []
+        self.bytes_read = 0
+
+
+def read_all(  # noqa: PLR0913 - one call, each argument a different thing
+    units: list[reads.Read],
+    arena: memory.Arena,
+    staging: memory.Staging,
+    files: Mapping[str, int],
+    scales: bytearray,
+    *,
+    num_threads: int,
+    bytes_per_second: int = 0,
+    on_progress: Callable[[int], None] = lambda done: None,
+) -> Outcome:
+    """Read every unit into the arena. ``files``: open descriptor by name. ``scales``: table to fill.
+
+    ``on_progress``: bytes read so far, called at most five times a second and once at the end, in this thread.
+    Raises Refusal ``CheckpointChanged`` for a file that is shorter than its header said, and what a copy raises.
+    """
+    work = _Work(arena, staging, files, bytes_per_second)
+    waiting = iter(units)
+
+    def reader() -> None:
+        try:
+            while not work.stop.is_set():
+                with work.lock:
+                    unit = next(waiting, None)
+                if unit is None:
+                    return
+                _read_one(work, unit, scales)
+        except BaseException:
+            work.stop.set()
+            raise
+
+    with ThreadPoolExecutor(num_threads, thread_name_prefix="reader") as pool:
+        pending = {pool.submit(reader) for _ in range(num_threads)}
+        done: set[object] = set()
+        while pending:
+            finished, pending = wait(pending, timeout=0.2, return_when=FIRST_EXCEPTION)
+            done |= finished
+            on_progress(work.bytes_read)
+            for future in finished:
+                future.result()
+    staging.wait()
+    on_progress(work.bytes_read)
+    return Outcome(work.blocks, scales, work.bytes_read)
+
+
+def _read_one(work: _Work, unit: reads.Read, scales: bytearray) -> None:
+    work.throttle.take(unit.size_bytes)
+    buffer = work.staging.acquire(_ACQUIRE_SECONDS)
+    try:
+        view = buffer.view[: unit.size_bytes]
+        _fill(work.files[unit.file], view, unit)
+        if unit.blocks:
+            spans = [extents.Extent(block.source_offset, block.size_bytes) for block in unit.blocks]
+            work.staging.digest(buffer, spans, _deliver(work, unit))
+        for segment in coalesce(unit.segments):
+            _copy(work.arena, view, segment)
+        for part in unit.scales:
+            scales[part.table_offset : part.table_offset + part.size_bytes] = view[
+                part.source_offset : part.source_offset + part.size_bytes
+            ]
+    finally:
+        work.staging.release(buffer)
+    with work.lock:
+        work.bytes_read += unit.size_bytes
+
+
+def _deliver(work: _Work, unit: reads.Read) -> Callable[[list[bytes]], None]:
+    def deliver(found: list[bytes]) -> None:
+        rows = [
+            orders.BlockDigest(unit.file, block.block, digest) for block, digest in zip(unit.blocks, found, strict=True)
+        ]
+        with work.lock:
+            work.blocks.extend(rows)
+
+    return deliver
+
+
+def _fill(descriptor: int, view: memoryview, unit: reads.Read) -> None:
+    filled = 0
+    while filled < len(view):
+        count = os.preadv(descriptor, [view[filled:]], unit.begin + filled)
+        if count == 0:
+            raise reasons.Refusal(
+                reasons.Reason.CheckpointChanged,
+                f"{unit.file} ends at byte {unit.begin + filled}, {unit.begin + len(view)} expected by its header",
+            )
+        filled += count
+
+
+def _copy(arena: memory.Arena, view: memoryview, segment: pieces.Segment) -> None:
+    begin = segment.source_offset
+    if segment.num_rows == 1:
+        arena.put(segment.offset, view[begin : begin + segment.row_bytes])
+        return
+    span = (segment.num_rows - 1) * segment.row_stride + segment.row_bytes
+    arena.put_rows(
+        segment.offset, view[begin : begin + span], segment.num_rows, segment.row_bytes, segment.row_stride
+    )
