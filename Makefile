@@ -1,4 +1,4 @@
-# Everything is started through .venv, which scripts/setup makes; see CONTRIBUTING in README.md.
+# Everything is started through .venv, which scripts/setup makes.
 .DEFAULT_GOAL := help
 .PHONY: help setup check test test-long fuzz-long demo demo-local bench format
 python := .venv/bin/python

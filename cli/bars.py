@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import Any, TextIO, cast
 
 from rich import console as rich_console
-from rich import progress, text
+from rich import progress, table, text
 
 from weightcache.cli import consoles, formats
 from weightcache.daemon import logs
@@ -32,7 +32,7 @@ class Bars:
             progress.TextColumn("[dim]{task.fields[where]}"),
             progress.TextColumn("{task.description}"),
             progress.BarColumn(bar_width=30),
-            _Figures(),
+            _Figures(table_column=table.Column(no_wrap=True, overflow="ellipsis")),
             console=console,
             transient=True,
             refresh_per_second=8,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,11 +26,15 @@ NOT_COMPARED = "not compared; use --digest"
 
 @dataclass(frozen=True)
 class Side:
-    """One of the two: its name for messages, the key of its rank 0, and its files where they are at hand."""
+    """One of the two: its name for messages, the key of its rank 0, and its files where they are at hand.
+
+    ``taken_at``: when the files' stats were taken, Unix seconds.
+    """
 
     name: str
     key: keys.Key
     files: evidence.Evidence | None = None
+    taken_at: float = 0.0
 
 
 def diff(options: argparse.Namespace) -> int:
@@ -54,9 +59,9 @@ def compare(left: Side, right: Side) -> tuple[list[keys.Difference], str]:
     found = [part for part in keys.differences(left.key, right.key) if part.field != "content"]
     verdict, why = judge_content(left, right)
     if verdict is evidence.Verdict.Different:
-        held = right.key.content or "other bytes"
         advice = "point both ends at the same checkpoint files"
-        found.insert(0, keys.Difference("content", wanted=left.key.content or why, held=held, advice=advice))
+        digests = (side.key.content or "(not digested)" for side in (left, right))
+        found.insert(0, keys.Difference("content", *digests, advice=advice))
     return found, f"{verdict.value}: {why}"
 
 
@@ -72,7 +77,7 @@ def judge_content(left: Side, right: Side) -> tuple[evidence.Verdict, str]:
         digest="",
         cache_uid="",
         files=[
-            evidence.HeldFile(file.name, file.stat, evidence.is_settled(file.stat), file.blob, b"")
+            evidence.HeldFile(file.name, file.stat, evidence.is_settled(file.stat, right.taken_at), file.blob, b"")
             for file in right.files.files
         ],
     )
@@ -90,7 +95,7 @@ def _read_spec(path: Path, *, compute_digest: bool) -> Side:
         files = evidence.gather(checkpoint.directory, checkpoint.stats)
     except OSError as error:
         raise reasons.Refusal(reasons.Reason.CheckpointChanged, f"{checkpoint.directory}: {error}") from error
-    return Side(f"{path} ({cache.namespace}/{cache.name})", key, files)
+    return Side(f"{path} ({cache.namespace}/{cache.name})", key, files, time.time())
 
 
 def _ask_daemon(options: argparse.Namespace) -> Side:

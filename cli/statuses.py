@@ -78,9 +78,8 @@ def _title(status: protocol.DaemonStatus, now: float) -> text.Text:
 
 def _facts(status: protocol.DaemonStatus, now: float) -> Iterator[tuple[str, str]]:
     yield "model", status.model
-    if status.key_digest:
-        yield "key", status.key_digest
     if status.key:
+        yield "key", status.key_digest + ("" if status.key.content else " (provisional: the content is not proven yet)")
         yield "layout", _layout(status.key)
     if status.verification:
         verdict = status.verification

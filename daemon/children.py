@@ -46,9 +46,7 @@ class Child:
 
     def order(self) -> tuple[orders.Order, list[int]]:
         """The order and the descriptors that came with it."""
-        body, descriptors = frames.receive(
-            self._socket, time.monotonic() + _ORDER_SECONDS, frames.ANSWER_LIMIT_BYTES
-        )
+        body, descriptors = frames.receive(self._socket, time.monotonic() + _ORDER_SECONDS, frames.ANSWER_LIMIT_BYTES)
         threading.Thread(target=self._die_with_the_socket, daemon=True).start()
         return _ORDERS.decode(body), descriptors
 

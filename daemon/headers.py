@@ -217,7 +217,8 @@ def _check_contiguous(tensors: list[Tensor], data_begin: int, file_bytes: int) -
         if tensor.begin != position:
             what = "overlaps" if tensor.begin < position else "leaves a hole after"
             raise _Fault(
-                f"tensor {tensor.name!r:.200} begins at byte {tensor.begin} and {what} {before}, which ends at {position}"
+                f"tensor {tensor.name!r:.200} begins at byte {tensor.begin} and {what} {before}, "
+                f"which ends at {position}"
             )
         position, before = tensor.begin + tensor.size_bytes, f"{tensor.name!r:.200}"
     if position > file_bytes:

@@ -60,7 +60,7 @@ class Holding:
         ``GPUOwnedByAnother``, ``NotEnoughGPUs``, ``GPUNotFound``, ``MIGNotSupported``.
         """
         config = self._settings
-        if config.prepare_root and not (config.root / "gpu").is_dir():
+        if config.prepare_root and _may_prepare(config.root):
             roots.prepare(config.root, socket_group=config.spec.socket.group)
         self._root = roots.open_root(config.root)
         holder = locks.Holder(
@@ -103,6 +103,16 @@ class Holding:
         if self._settings.spec.memory is specs.Memory.Host:
             return devices.list_host_slots(self._settings.host_slots)
         return devices.list_gpus()
+
+
+def _may_prepare(root: Path) -> bool:
+    """Whether the root is missing, or incomplete and ours. A foreign one is not mended but refused, by its reason."""
+    try:
+        return root.stat().st_uid in (0, os.geteuid()) and root.is_dir() and not (root / "gpu").is_dir()
+    except FileNotFoundError:
+        return True
+    except OSError:
+        return False
 
 
 assert connections.TEMPORARY_SUFFIX == ".new", "roots.check_socket_paths reckons with this suffix"

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from weightcache.crds import specs
 from weightcache.daemon import checkpoints, placements
-from weightcache.wire import configs, digests, keys
+from weightcache.wire import configs, digests, keys, reasons
 
-__all__ = ["LOADED", "build_keys", "build_position"]
+__all__ = ["LOADED", "build_keys", "build_position", "quantization_of", "refuse_other_quantization"]
 
 #: Layout of the loaded stage: as the engine's parameters are after loading and before any post-processing.
 LOADED = "loaded"
@@ -39,6 +39,21 @@ def build_position(parallelism: specs.Parallelism, num_experts: int, rank: int) 
     )
 
 
+def quantization_of(checkpoint: checkpoints.Checkpoint) -> str:
+    """Method and algorithm as the key and messages name them: ``modelopt/NVFP4``, or ``none``. Pure."""
+    found = checkpoint.quantization
+    return f"{found.name}/{found.algorithm}" if found.algorithm else found.name
+
+
+def refuse_other_quantization(spec: specs.WeightCacheSpec, checkpoint: checkpoints.Checkpoint) -> None:
+    """Refuse a checkpoint of another method than the user expects. Pure. Raises Refusal ``UnsupportedQuantization``."""
+    wanted, found = spec.quantization.method, quantization_of(checkpoint)
+    if wanted and wanted not in (found, checkpoint.quantization.name):
+        raise reasons.Refusal(
+            reasons.Reason.UnsupportedQuantization, f"quantization.method is {wanted!r}, the checkpoint is {found!r}"
+        )
+
+
 def _key(spec: specs.WeightCacheSpec, checkpoint: checkpoints.Checkpoint, rank: int) -> keys.Key:
     parallelism = spec.parallelism
     num_experts = checkpoint.num_experts
@@ -49,7 +64,7 @@ def _key(spec: specs.WeightCacheSpec, checkpoint: checkpoints.Checkpoint, rank: 
         config=configs.config_digest(checkpoint.config),
         architecture=checkpoint.architecture,
         dtype=checkpoint.dtype,
-        quantization=checkpoint.quantization.name,
+        quantization=quantization_of(checkpoint),
         quantization_config=digests.digest_of_value(checkpoint.quantization.config),
         tensor_size=parallelism.tensor,
         pipeline_size=parallelism.pipeline,

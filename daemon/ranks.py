@@ -73,6 +73,7 @@ class Ranks:
         self._was_ready = False
         spec = self._settings.spec
         self._checkpoint = await asyncio.to_thread(checkpoints.read, self._cache.model)
+        keying.refuse_other_quantization(spec, self._checkpoint)
         keys = keying.build_keys(spec, self._checkpoint)
         arena_bytes = await asyncio.to_thread(self._plan_bytes, self._checkpoint)
         _refuse_too_small(spec, holding.owned, arena_bytes)

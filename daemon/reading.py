@@ -60,9 +60,7 @@ def coalesce(segments: Iterable[pieces.Segment]) -> list[pieces.Segment]:
             and last.source_offset + last.row_bytes == segment.source_offset
             and last.offset + last.row_bytes == segment.offset
         ):
-            joined[-1] = pieces.Segment(
-                last.source_offset, 1, last.row_bytes + segment.row_bytes, 0, last.offset
-            )
+            joined[-1] = pieces.Segment(last.source_offset, 1, last.row_bytes + segment.row_bytes, 0, last.offset)
         else:
             joined.append(segment)
     return joined
@@ -195,6 +193,4 @@ def _copy(arena: memory.Arena, view: memoryview, segment: pieces.Segment) -> Non
         arena.put(segment.offset, view[begin : begin + segment.row_bytes])
         return
     span = (segment.num_rows - 1) * segment.row_stride + segment.row_bytes
-    arena.put_rows(
-        segment.offset, view[begin : begin + span], segment.num_rows, segment.row_bytes, segment.row_stride
-    )
+    arena.put_rows(segment.offset, view[begin : begin + span], segment.num_rows, segment.row_bytes, segment.row_stride)

@@ -12,7 +12,7 @@ import sys
 import time
 
 from weightcache.arenas import extents, memory
-from weightcache.daemon import children, orders
+from weightcache.daemon import children, orders, states
 from weightcache.wire import manifests, reasons
 
 __all__ = ["compare", "verify"]
@@ -20,6 +20,7 @@ __all__ = ["compare", "verify"]
 
 def verify(child: children.Child, order: orders.VerifyOrder, descriptors: list[int]) -> None:
     """Follow an order to its ``Verdict``. Raises Refusal ``VerifyImpossible`` when the bytes cannot be read."""
+    child.enter(states.VERIFYING)
     manifest = manifests.decode(order.manifest)
     spans = [
         extents.Extent(manifest.offsets[index], manifests.padded(manifest.size_bytes_of(index)))

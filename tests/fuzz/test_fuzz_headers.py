@@ -8,6 +8,7 @@ import struct
 import safetensors
 from hypothesis import given
 from hypothesis import strategies as st
+
 from weightcache.daemon import headers
 from weightcache.wire import manifests, reasons
 
@@ -29,7 +30,7 @@ def check(data: bytes) -> bool:
         tensors = headers.parse(data, "fuzz")
     except reasons.Refusal:
         return False
-    reference = {name: found for name, found in safetensors.deserialize(data)}
+    reference = dict(safetensors.deserialize(data))
     assert reference.keys() == {tensor.name for tensor in tensors}
     for tensor in tensors:
         found = reference[tensor.name]

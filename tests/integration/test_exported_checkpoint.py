@@ -44,6 +44,7 @@ def exported():
 
 
 def export(*arguments):
+    """The exporter's own process; directories in the order asked for."""
     made = subprocess.run(
         [EXPORTER, processes.TREE / "demo" / "make_checkpoint.py", *arguments],
         capture_output=True,
@@ -63,6 +64,7 @@ def place():
 
 
 def start(place, checkpoint, parallelism, num_ranks):
+    """A daemon on host slots; the spec's file and the daemon."""
     directory, ends = place
     spec = directory / "cache.yaml"
     document = {"model": {"hostPath": str(checkpoint)}, "memory": "Host", "parallelism": parallelism}
@@ -85,9 +87,14 @@ LAYOUTS = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("kind", "parallelism", "num_ranks"), LAYOUTS, ids=[f"{kind}-{json.dumps(layout)}" for kind, layout, _ in LAYOUTS]
-)
+def name_of(kind, parallelism, _):
+    """The id of a case, such as ``qwen3-moe-tensor2-round_robin``."""
+    sizes = [f"{axis}{size}" for axis, size in parallelism.items() if axis != "expert"]
+    placements = [parallelism["expert"].get("placement", "linear")] if "expert" in parallelism else []
+    return "-".join([kind, *sizes, *placements])
+
+
+@pytest.mark.parametrize(("kind", "parallelism", "num_ranks"), LAYOUTS, ids=[name_of(*case) for case in LAYOUTS])
 def test_every_tensor_of_an_exported_checkpoint_arrives_bit_for_bit(exported, place, kind, parallelism, num_ranks):
     """Each rank's names, shapes, dtypes and bytes are those cut by hand from the files. Answers W4, W5, W21, W22."""
     spec, daemon = start(place, exported[kind], parallelism, num_ranks)

@@ -44,17 +44,17 @@ def make_checkpoint(
     *,
     num_shards: int = 1,
     seed: int = 0,
-    dtype: str = "bfloat16",
     kv_scales: bool = False,
     **config: Any,
 ) -> Path:
     """Write a checkpoint directory and return its path.
 
     ``quantization``: ``none``, ``nvfp4`` or ``w4a16_nvfp4`` (ModelOpt's files and names). ``num_shards``: more than one
-    writes an index. ``kv_scales``: FP8 KV-cache scales. ``config``: fields of config.json that replace the defaults.
+    writes an index. ``kv_scales``: FP8 KV-cache scales. ``config``: fields of config.json that replace the defaults,
+    such as ``tie_word_embeddings=True``, ``attention_bias=True`` or ``torch_dtype="float16"``.
     """
     path.mkdir(parents=True, exist_ok=True)
-    fields = make_config(architecture, quantization, dtype=dtype, kv_scales=kv_scales, **config)
+    fields = make_config(architecture, quantization, kv_scales=kv_scales, **config)
     (path / "config.json").write_text(json.dumps(fields, indent=1))
     if quantization != "none":
         (path / "hf_quant_config.json").write_text(json.dumps(_legacy_quantization(fields["quantization_config"])))
@@ -62,9 +62,7 @@ def make_checkpoint(
     return path
 
 
-def make_config(
-    architecture: str, quantization: str, *, dtype: str = "bfloat16", kv_scales: bool = False, **config: Any
-) -> dict[str, Any]:
+def make_config(architecture: str, quantization: str, *, kv_scales: bool = False, **config: Any) -> dict[str, Any]:
     """config.json of such a checkpoint."""
     fields = {
         "architectures": [ARCHITECTURES[architecture]],
@@ -73,20 +71,21 @@ def make_config(
         "max_position_embeddings": 128,
         "rms_norm_eps": 1e-6,
         "rope_theta": 10000.0,
-        "torch_dtype": dtype,
+        "torch_dtype": "bfloat16",
         **SIZES,
         **(EXPERT_SIZES if architecture == "qwen3_moe" else {}),
         **config,
     }
     if quantization != "none":
-        routers = [f"model.layers.{layer}.mlp.gate" for layer in range(fields["num_hidden_layers"])]
+        layers = range(fields["num_hidden_layers"])
+        routers = [f"model.layers.{layer}.mlp.gate" for layer in layers if has_experts(fields, layer)]
         fields.setdefault(
             "quantization_config",
             {
                 "quant_method": "modelopt",
                 "quant_algo": quantization.upper(),
                 "group_size": 16,
-                "ignore": ["lm_head", *(routers if architecture == "qwen3_moe" else [])],
+                "ignore": ["lm_head", *routers],
                 **({"kv_cache_scheme": {"type": "float", "num_bits": 8, "dynamic": False}} if kv_scales else {}),
             },
         )
@@ -103,6 +102,13 @@ def _legacy_quantization(inline: Mapping[str, Any]) -> dict[str, Any]:
             "exclude_modules": inline.get("ignore"),
         },
     }
+
+
+def has_experts(config: Mapping[str, Any], layer: int) -> bool:
+    """Whether that layer of the model has experts."""
+    if not config.get("num_experts") or layer in config["mlp_only_layers"]:
+        return False
+    return bool((layer + 1) % config["decoder_sparse_step"] == 0)
 
 
 def make_tensors(config: Mapping[str, Any], seed: int = 0, *, kv_scales: bool = False) -> dict[str, Tensor]:
@@ -159,7 +165,7 @@ class _Maker:
             if kv_scales:
                 self._scalar(f"{prefix}self_attn.k_proj.k_scale")
                 self._scalar(f"{prefix}self_attn.v_proj.v_scale")
-            if self._has_experts(layer):
+            if has_experts(config, layer):
                 self._experts(f"{prefix}mlp.", hidden)
             else:
                 self._mlp(f"{prefix}mlp.", hidden, config["intermediate_size"], config.get("mlp_bias", False))
@@ -167,12 +173,6 @@ class _Maker:
         if not config["tie_word_embeddings"]:
             self._plain("lm_head.weight", (config["vocab_size"], hidden))
         return self._tensors
-
-    def _has_experts(self, layer: int) -> bool:
-        config = self._config
-        if not config.get("num_experts") or layer in config["mlp_only_layers"]:
-            return False
-        return (layer + 1) % config["decoder_sparse_step"] == 0
 
     def _attention(self, prefix: str, hidden: int, head: int) -> None:
         config = self._config

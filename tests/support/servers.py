@@ -29,7 +29,9 @@ CONTENT = evidence.HeldContent(digest="1" * 32, files=[], cache_uid="01234567-89
 REF = protocol.CacheRef(namespace="default", name="served", uid=CONTENT.cache_uid)
 
 
-def make_arena(tensors, *, kind="Host", device="host-0", generation="a" * 16, aliases=None, metadata=None, chunk_bytes=None):
+def make_arena(
+    tensors, *, kind="Host", device="host-0", generation="a" * 16, aliases=None, metadata=None, chunk_bytes=None
+):
     """An arena with ``tensors``: a list of (name, dtype, shape, bytes or None); None leaves zeros."""
     offsets, offset = [], 0
     for _, dtype, shape, _ in tensors:
@@ -103,7 +105,13 @@ class ArenaServer:
         self.key = key
         spec = specs.parse({"model": {"hostPath": "/nowhere"}, "memory": memory_kind})
         self.cache = caches.Cache(
-            ref=ref, spec=spec, model="/nowhere", version="0", instance="i" * 16, clock=time.time, started_at=time.time()
+            ref=ref,
+            spec=spec,
+            model="/nowhere",
+            version="0",
+            instance="i" * 16,
+            clock=time.time,
+            started_at=time.time(),
         )
         for index, arenas in enumerate(arena_groups):
             ranks = [self._rank(index, rank, arena, key) for rank, arena in enumerate(arenas)]
@@ -117,7 +125,14 @@ class ArenaServer:
 
         position = msgspec.structs.replace(key.position, tensor_rank=rank)
         device = devices.Device(
-            uuid=arena.device, kind=arena.memory, index=rank, name="", capability="", total_bytes=0, free_bytes=0, mig=False
+            uuid=arena.device,
+            kind=arena.memory,
+            index=rank,
+            name="",
+            capability="",
+            total_bytes=0,
+            free_bytes=0,
+            mig=False,
         )
         made = groups.Rank(index=rank, group=group, device=device, key=msgspec.structs.replace(key, position=position))
         made.arena, made.state = arena, states.READY

@@ -11,6 +11,7 @@ import pytest
 import safetensors
 import safetensors.torch
 import torch
+
 from weightcache.daemon import headers
 from weightcache.wire import reasons
 
@@ -18,11 +19,13 @@ R = reasons.Reason
 
 
 def file_of(header: object, data: bytes = b"", length: int | None = None) -> bytes:
+    """A file with this header (JSON, or bytes as they are), these data, and a header length that may lie."""
     text = header if isinstance(header, bytes) else json.dumps(header).encode()
     return struct.pack("<Q", len(text) if length is None else length) + text + data
 
 
 def entry(dtype: object, shape: object, begin: object, end: object) -> dict[str, object]:
+    """A tensor's entry."""
     return {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
 
 
@@ -72,7 +75,7 @@ LIES = {
         file_of(
             b'{"a":{"dtype":"U8","shape":[1],"data_offsets":[0,1]},"a":{"dtype":"U8","shape":[1],"data_offsets":[0,1]}}',
             b"x",
-        ),  # noqa: E501  one line is one file
+        ),
         R.CheckpointInvalid,
         "two entries 'a'",
     ),
@@ -150,7 +153,7 @@ LIES = {
     "number of 5000 digits": (
         file_of(b'{"a":%s}' % (b"9" * 5000)),
         R.CheckpointInvalid,
-        "Expected `object`, got `int`",
+        "not valid JSON",
     ),
     "offsets that are true": (
         file_of({"a": entry("U8", [1], False, True)}, b"x"),

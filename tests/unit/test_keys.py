@@ -112,4 +112,6 @@ def test_values_that_shape_tensors_miss(change):
 
 def test_both_names_of_the_expert_count_are_one():
     """transformers 5 renamed the field; the checkpoint is the same."""
-    assert configs.config_digest({**SMALL, "num_local_experts": 8}) == configs.config_digest({**SMALL, "num_experts": 8})
+    assert configs.config_digest({**SMALL, "num_local_experts": 8}) == configs.config_digest(
+        {**SMALL, "num_experts": 8}
+    )

@@ -23,7 +23,7 @@ MAPPING = {
     package.removeprefix("weightcache."): folder
     for package, folder in SETTINGS["tool"]["setuptools"]["package-dir"].items()
 }
-NOT_ROOMS = {"benchmarks", "build", "demo", "dist", "docs", "manifests", "scripts", "shared", "tests"}
+NOT_ROOMS = {"benchmarks", "build", "demo", "dist", "docs", "manifests", "scripts", "tests"}
 VAGUE = {"base", "common", "helper", "helpers", "manager", "managers", "misc", "util", "utils"}
 
 
@@ -84,7 +84,9 @@ def test_no_link_is_left_of_a_room_that_is_gone():
 @pytest.mark.parametrize("statement", ["import dataclasses", "import operator, random; assert operator.add(1, 2) == 3"])
 def test_the_standard_library_works_from_the_root(statement: str):
     """The folder called operator must never be found before the standard module, not even without site."""
-    done = subprocess.run([sys.executable, "-S", "-c", statement], cwd=TREE, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-S", "-c", statement], cwd=TREE, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
 
 

@@ -67,4 +67,9 @@ def test_empty_and_scalar_tensors_have_their_place():
     """A 0-D scale takes its element, an empty tensor none, both a padded unit."""
     assert manifests.tensor_bytes("F32", [], []) == 4
     assert manifests.tensor_bytes("F32", [0, 5], [5, 1]) == 0
-    assert (manifests.padded(0), manifests.padded(1), manifests.padded(256), manifests.padded(257)) == (256, 256, 256, 512)
+    assert (manifests.padded(0), manifests.padded(1), manifests.padded(256), manifests.padded(257)) == (
+        256,
+        256,
+        256,
+        512,
+    )

@@ -22,7 +22,12 @@ def test_each_word_holds_the_fragment_of_its_lane():
     q = codes(n, k)
     packed = marlin.repack_weights(marlin.pack_nibbles(q))
     assert packed.shape == (k // 16, 2 * n) and packed.dtype == torch.int32
-    for k_tile, word, lane, tile in ((0, 0, 0, 0), (1, 4 * 5 + 2, 5, 2), (1, 128 + 4 * 31 + 3, 31, 7), (0, 4 * 9, 9, 0)):
+    for k_tile, word, lane, tile in (
+        (0, 0, 0, 0),
+        (1, 4 * 5 + 2, 5, 2),
+        (1, 128 + 4 * 31 + 3, 31, 7),
+        (0, 4 * 9, 9, 0),
+    ):
         rows = [2 * (lane % 4) + d for d in (0, 1, 8, 9)]
         columns = [lane // 4, lane // 4 + 8]
         owned = [int(q[16 * tile + c, 16 * k_tile + r]) for c in columns for r in rows]
