@@ -38,8 +38,10 @@ __all__ = [
 
 GRANULARITY_BYTES = 2 << 20
 CHUNK_BYTES = 16 << 30
-# Asking for one high address keeps weight pointers equal across restarts; granted always, beside torch's too.
+# Asking for one high address keeps weight pointers equal across restarts; granted beside torch's own ranges too, but
+# never for a range below some tens of MiB (seen: 10 MiB no, 64 MiB yes), so at least this much address space is taken.
 ADDRESS_HINT = 0x600000000000
+RESERVED_BYTES = 64 << 20
 LEGACY_STREAM = 0
 OUT_OF_MEMORY = "CUDA_ERROR_OUT_OF_MEMORY"
 
@@ -154,8 +156,9 @@ def map_side_by_side(
     rights.location.id = context.ordinal
     rights.flags = getattr(api.CUmemAccess_flags, access)
     with context.current():
-        address = int(driver.call("cuMemAddressReserve", total_bytes, 0, ADDRESS_HINT, 0))
-        stack.callback(driver.call, "cuMemAddressFree", address, total_bytes)
+        reserved_bytes = max(total_bytes, RESERVED_BYTES)
+        address = int(driver.call("cuMemAddressReserve", reserved_bytes, 0, ADDRESS_HINT, 0))
+        stack.callback(driver.call, "cuMemAddressFree", address, reserved_bytes)
         begin = address
         for handle, size in zip(handles, sizes, strict=True):
             driver.call("cuMemMap", begin, size, 0, handle, 0)

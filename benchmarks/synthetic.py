@@ -110,7 +110,11 @@ def machine() -> str:
     import torch
 
     model = next(
-        (line.split(":", 1)[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line),
+        (
+            line.split(":", 1)[1].strip()
+            for line in Path("/proc/cpuinfo").read_text().splitlines()
+            if "model name" in line
+        ),
         platform.machine(),
     )
     gpu = f", {torch.cuda.get_device_name(0)}" if torch.cuda.is_available() else ""
@@ -156,10 +160,35 @@ def serve_arena(num_tensors: int, size_bytes: int, *, kind: str, device: str, fi
 
 
 def attach(directory: str) -> tuple[Any, float]:
-    """Attach to what :func:`serve_arena` serves; the attached rank and the seconds it took."""
+    """Attach to what :func:`serve_arena` serves; the attached rank and the seconds it took, imports excluded."""
     from tests.support import servers
+    from weightcache.arenas import host  # noqa: F401 - else imported at the first mapping
     from weightcache.engine import attaching
 
     began = time.perf_counter()
     attached = attaching.attach(directory, servers.KEY, cache_uid=servers.REF.uid)
     return attached, time.perf_counter() - began
+
+
+def module_of(manifest: Any) -> Any:
+    """A module on meta that has exactly the parameters of a manifest."""
+    import torch
+    from weightcache.engine import views
+
+    root = torch.nn.Module()
+    for name, shape, dtype in zip(manifest.names, manifest.shapes, manifest.dtypes, strict=True):
+        owner, leaf = root, name.rsplit(".", 1)[1]
+        for part in name.split(".")[:-1]:
+            if part not in owner._modules:
+                owner.add_module(part, torch.nn.Module())
+            owner = owner.get_submodule(part)
+        empty = torch.empty(shape, dtype=views.DTYPES[manifest.dtype_names[dtype]], device="meta")
+        owner.register_parameter(leaf, torch.nn.Parameter(empty, requires_grad=False))
+    return root
+
+
+def fill(module: Any, attached: Any) -> None:
+    """What an engine does after the attach."""
+    from weightcache.engine import filling
+
+    filling.fill(module, attached.tensors, attached.manifest.aliases)

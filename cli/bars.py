@@ -1,6 +1,7 @@
 """A loading daemon on a terminal: a bar a rank, and the log's lines above them.
 
-Eight ranks that rewrite one line hide each other, and eight logs of percentages scroll the one warning away.
+Eight ranks that rewrite one line hide each other, and eight logs of percentages scroll the one warning away. While
+nothing loads there are no bars, and nothing is drawn: a daemon serves for weeks.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from weightcache.daemon import logs
 __all__ = ["Bars"]
 
 _ENDED = frozenset({"rank-ready", "rank-failed"})
+#: Columns of a line before its figures: which rank, phase, bar.
+_FIXED_COLUMNS = 16 + 15 + 31
 
 
 class Bars:
@@ -28,11 +31,12 @@ class Bars:
 
     def __init__(self, stream: TextIO | None = None) -> None:
         console = consoles.build(stream or sys.stderr)
+        figures = table.Column(no_wrap=True, overflow="ellipsis", max_width=max(12, console.width - _FIXED_COLUMNS))
         self._progress = progress.Progress(
             progress.TextColumn("[dim]{task.fields[where]}"),
             progress.TextColumn("{task.description}"),
             progress.BarColumn(bar_width=30),
-            _Figures(table_column=table.Column(no_wrap=True, overflow="ellipsis")),
+            _Figures(table_column=figures),
             console=console,
             transient=True,
             refresh_per_second=8,
@@ -41,7 +45,6 @@ class Bars:
         self._tasks: dict[tuple[int, int], progress.TaskID] = {}
 
     def __enter__(self) -> Bars:
-        self._progress.start()
         return self
 
     def __exit__(
@@ -63,23 +66,30 @@ class Bars:
         elif event == "phase":
             self._progress.update(self._task(place), description=fields["state"], detail=fields.get("detail", ""))
         else:
-            if event in _ENDED and place in self._tasks:
-                self._progress.remove_task(self._tasks.pop(place))
+            if event in _ENDED:
+                self._remove([place])
             elif event in {"refused", "stopped"}:
-                self._clear()
+                self._remove(list(self._tasks))
             self._narrate(event, **fields)
 
     def _task(self, place: tuple[int, int]) -> progress.TaskID:
         if place not in self._tasks:
+            self._progress.start()
             self._tasks[place] = self._progress.add_task(
-                "Starting", total=None, where=f"group {place[0]} rank {place[1]}", rate=0.0, left=-1.0, detail=""
+                "Starting", total=_UNKNOWN, where=f"group {place[0]} rank {place[1]}", rate=0.0, left=-1.0, detail=""
             )
         return self._tasks[place]
 
-    def _clear(self) -> None:
-        for task in self._tasks.values():
-            self._progress.remove_task(task)
-        self._tasks.clear()
+    def _remove(self, places: list[tuple[int, int]]) -> None:
+        for place in places:
+            if place in self._tasks:
+                self._progress.remove_task(self._tasks.pop(place))
+        if not self._tasks:
+            self._progress.stop()
+
+
+#: Bytes that nobody has told yet: an empty bar, for one that moves would look like progress.
+_UNKNOWN = float("inf")
 
 
 class _Figures(progress.ProgressColumn):
@@ -88,7 +98,7 @@ class _Figures(progress.ProgressColumn):
     def render(self, task: progress.Task) -> text.Text:
         """The text behind the bar. Pure."""
         detail, total = task.fields["detail"], task.total
-        if detail or not total:
+        if detail or not total or total == _UNKNOWN:
             return text.Text(detail, style="yellow")
         figures = f"{formats.size(task.completed)} of {formats.size(total)}"
         if task.completed < total and task.fields["rate"]:

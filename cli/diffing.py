@@ -60,8 +60,8 @@ def compare(left: Side, right: Side) -> tuple[list[keys.Difference], str]:
     verdict, why = judge_content(left, right)
     if verdict is evidence.Verdict.Different:
         advice = "point both ends at the same checkpoint files"
-        digests = (side.key.content or "(not digested)" for side in (left, right))
-        found.insert(0, keys.Difference("content", *digests, advice=advice))
+        wanted, held = (side.key.content or "(not digested)" for side in (left, right))
+        found.insert(0, keys.Difference("content", wanted, held, advice))
     return found, f"{verdict.value}: {why}"
 
 

@@ -103,7 +103,7 @@ def inspect_checkpoint(spec: specs.WeightCacheSpec, *, compute_digest: bool) -> 
         checkpoint=str(directory),
         architecture=checkpoint.architecture,
         dtype=checkpoint.dtype,
-        quantization=" ".join(filter(None, (checkpoint.quantization.name, checkpoint.quantization.algorithm))),
+        quantization=key.quantization,
         kv_cache_dtype=checkpoint.quantization.kv_cache,
         num_tensors=len(checkpoint.tensors),
         num_experts=checkpoint.num_experts,

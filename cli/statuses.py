@@ -20,7 +20,7 @@ __all__ = ["Finding", "build_page"]
 
 MAX_HOLDERS_SHOWN = 8
 #: What a terminal shows from how many columns on; narrower ones leave the rest to ``--output json``.
-MEDIUM_COLUMNS, WIDE_COLUMNS = 96, 118
+MEDIUM_COLUMNS, WIDE_COLUMNS = 102, 130
 _STYLES = {
     states.READY: "green",
     states.FAILED: "bold red",
@@ -108,7 +108,7 @@ _COLUMNS: dict[str, console.JustifyMethod] = {
     "WEIGHTS": "left",
     "LEASES": "right",
 }
-_LEAST_COLUMNS = {"SIZE": MEDIUM_COLUMNS, "TENSORS": WIDE_COLUMNS, "WEIGHTS": WIDE_COLUMNS}
+_LEAST_COLUMNS = {"SIZE": MEDIUM_COLUMNS, "LEASES": MEDIUM_COLUMNS, "TENSORS": WIDE_COLUMNS, "WEIGHTS": WIDE_COLUMNS}
 _BAR_CELLS = ((WIDE_COLUMNS, 16), (MEDIUM_COLUMNS, 8), (0, 0))
 
 
@@ -144,7 +144,7 @@ def _progress(rank: protocol.RankStatus, bar_cells: int) -> text.Text:
     if rank.state == states.READY:
         total = sum(rank.phases.values())
         return text.Text(f"loaded in {formats.duration(total)}" if total else "", style="dim")
-    if not progress.bytes_total:
+    if rank.state not in states.BUSY or not progress.bytes_total:
         return text.Text("")
     drawn = formats.bar(progress.bytes_done, progress.bytes_total, bar_cells)
     filled = drawn.count("━")

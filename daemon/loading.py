@@ -123,7 +123,7 @@ def _plan(order: orders.LoadOrder) -> plans.RankPlan:
             raise reasons.Refusal(
                 reasons.Reason.CheckpointChanged, f"{name} is {stat}, the daemon read it as {order.stats.get(name)}"
             )
-    return plans.build_group_plans(checkpoint, order.spec.parallelism)[order.rank]
+    return plans.build_rank_plan(checkpoint, order.spec.parallelism, order.rank)
 
 
 def _refuse_shortage(order: orders.LoadOrder, plan: plans.RankPlan) -> None:

@@ -59,30 +59,30 @@ class Segment(msgspec.Struct, frozen=True, gc=False):
 
 def spans_of(pieces: Iterable[Piece]) -> dict[str, list[Span]]:
     """The bytes of each file that have to be read for ``pieces``, merged and in order."""
-    needs: dict[str, list[Span]] = {}
+    needs: dict[str, list[tuple[int, int]]] = {}
     for piece in pieces:
         spans = needs.setdefault(piece.file, [])
         if piece.num_rows == 1 or piece.row_stride - piece.row_bytes <= GAP_BYTES:
-            spans.append(Span(piece.begin, piece.end))
+            spans.append((piece.begin, piece.end))
         else:
             starts = range(piece.begin, piece.end, piece.row_stride)
-            spans.extend(Span(start, start + piece.row_bytes) for start in starts)
+            spans.extend((start, start + piece.row_bytes) for start in starts)
     return {file: merge(spans) for file, spans in needs.items()}
 
 
-def merge(spans: Iterable[Span]) -> list[Span]:
-    """Spans in order, joined where at most :data:`GAP_BYTES` lie between."""
+def merge(spans: Iterable[tuple[int, int]]) -> list[Span]:
+    """Spans (begin, end) in order, joined where at most :data:`GAP_BYTES` lie between."""
     merged: list[Span] = []
-    begin = end = -1
-    for span in sorted(spans):
-        if end >= 0 and span.begin - end <= GAP_BYTES:
-            end = max(end, span.end)
+    first = last = -1
+    for begin, end in sorted(spans):
+        if last >= 0 and begin - last <= GAP_BYTES:
+            last = max(last, end)
             continue
-        if end >= 0:
-            merged.append(Span(begin, end))
-        begin, end = span
-    if end >= 0:
-        merged.append(Span(begin, end))
+        if last >= 0:
+            merged.append(Span(first, last))
+        first, last = begin, end
+    if last >= 0:
+        merged.append(Span(first, last))
     return merged
 
 

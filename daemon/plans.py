@@ -18,7 +18,7 @@ from weightcache.crds import specs
 from weightcache.daemon import architectures, blocks, checkpoints, headers, parameters, pieces, placements
 from weightcache.wire import manifests
 
-__all__ = ["LOADED", "RankPlan", "TensorPlan", "build_group_plans"]
+__all__ = ["LOADED", "RankPlan", "TensorPlan", "build_group_plans", "build_rank_plan"]
 
 #: Kind of a tensor that is as the engine holds it after loading, before post-processing.
 LOADED = "loaded"
@@ -63,22 +63,36 @@ def build_group_plans(checkpoint: checkpoints.Checkpoint, parallelism: specs.Par
     Raises Refusal: ``ParallelismDoesNotDivide`` (what, its size, the divisor, the multiple needed), and those of
     :func:`parameters.build_parameters`.
     """
+    return tuple(_build(checkpoint, parallelism, range(specs.world_size(parallelism))))
+
+
+def build_rank_plan(checkpoint: checkpoints.Checkpoint, parallelism: specs.Parallelism, rank: int) -> RankPlan:
+    """``build_group_plans(...)[rank]`` in the memory of one plan: for a loader, of which a node runs one a GPU."""
+    (plan,) = _build(checkpoint, parallelism, range(rank, rank + 1))
+    return plan
+
+
+def _build(checkpoint: checkpoints.Checkpoint, parallelism: specs.Parallelism, wanted: range) -> Iterator[RankPlan]:
+    """The plans of the ``wanted`` ranks. The others' needs are worked out as well: they decide who digests what."""
     whole = parameters.build_parameters(checkpoint)
     ranks = [_Rank(checkpoint, parallelism, rank) for rank in range(specs.world_size(parallelism))]
-    tensors = [tuple(rank.tensors(whole)) for rank in ranks]
-    needs = [pieces.spans_of(piece for tensor in held for piece in tensor.pieces) for held in tensors]
+    held: dict[int, tuple[TensorPlan, ...]] = {}
+    needs = []
+    for index, rank in enumerate(ranks):
+        tensors = tuple(rank.tensors(whole))
+        needs.append(pieces.spans_of(piece for tensor in tensors for piece in tensor.pieces))
+        if index in wanted:
+            held[index] = tensors
     owned = blocks.assign({file: stat.size_bytes for file, stat in checkpoint.stats.items()}, needs)
-    return tuple(
-        RankPlan(
+    for index in wanted:
+        yield RankPlan(
             rank=index,
-            tensors=tensors[index],
-            aliases=rank.aliases(),
-            arena_bytes=rank.arena_bytes,
+            tensors=held[index],
+            aliases=ranks[index].aliases(),
+            arena_bytes=ranks[index].arena_bytes,
             blocks=owned[index],
-            metadata={"experts": list(rank.experts)},
+            metadata={"experts": list(ranks[index].experts)},
         )
-        for index, rank in enumerate(ranks)
-    )
 
 
 class _Cut(NamedTuple):

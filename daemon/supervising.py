@@ -196,8 +196,13 @@ def _close(descriptors: Sequence[int]) -> None:
 
 
 def _environment(device: str) -> dict[str, str]:
-    """A GPU child sees its own GPU only, by UUID: no ordinal can mean another one. Pure but for the environment."""
-    return {**os.environ, **({"CUDA_VISIBLE_DEVICES": device} if device.startswith("GPU-") else {})}
+    """A GPU child sees its own GPU only, by UUID: no ordinal can mean another one.
+
+    Each reader buffer has a stream; with the driver's default of 8 hardware queues, streams wait for each other.
+    """
+    if not device.startswith("GPU-"):
+        return dict(os.environ)
+    return {**os.environ, "CUDA_VISIBLE_DEVICES": device, "CUDA_DEVICE_MAX_CONNECTIONS": "32"}
 
 
 async def _ending(process: asyncio.subprocess.Process) -> str:

@@ -18,7 +18,6 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
-import os
 import sys
 import threading
 import time
@@ -63,11 +62,11 @@ class Client:
             self._changed.notify_all()
 
     def describe(self) -> dict[str, Any]:
-        """What was attached. ``memory``: inode numbers, which tell whether two clients map the same memory."""
+        """What was attached. ``memory``: inode numbers: equal ones are the same memory."""
         return {
             "slots": [rank.gpu for rank in self.ranks],
             "generations": [rank.generation for rank in self.ranks],
-            "memory": [[os.fstat(descriptor).st_ino for descriptor in rank.descriptors] for rank in self.ranks],
+            "memory": [inode_at(next(iter(rank.tensors.values())).data_ptr()) for rank in self.ranks],
             "tensors": [len(rank.tensors) for rank in self.ranks],
             "arena_bytes": [rank.manifest.arena_bytes for rank in self.ranks],
             "experts": [rank.metadata["experts"] for rank in self.ranks],
@@ -117,6 +116,16 @@ def layout_of(parallelism: specs.Parallelism, rank: int) -> slicing.Layout:
         expert_parallel=parallelism.expert.enabled,
         placement=str(parallelism.expert.placement),
     )
+
+
+def inode_at(address: int) -> int:
+    """Which file is mapped at an address of this process, as the kernel says; a memfd has an inode of its own."""
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        span, _, _, _, inode, *_ = line.split()
+        begin, end = (int(limit, 16) for limit in span.split("-"))
+        if begin <= address < end:
+            return int(inode)
+    raise LookupError(f"nothing is mapped at {address:#x}")
 
 
 def say(event: str, **facts: Any) -> None:

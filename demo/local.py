@@ -27,7 +27,7 @@ from demo import processes
 from weightcache.wire import protocol, reasons
 
 EXPORTER = processes.TREE / ".venv-exporter" / "bin" / "python"
-LIMIT_SECONDS = 150  # for everything: a demo that hangs must say so
+LIMIT_SECONDS = 300  # for everything, on a machine that has much else to do: a demo that hangs must say so
 NUM_RANKS = 2
 SPEC = """\
 apiVersion: weightcache.dev/v1alpha1
@@ -172,10 +172,10 @@ def _attach(demo: Demo, spec: Path, step: Step, *options: str) -> processes.Engi
     engine = processes.Engine(spec, demo.sockets, demo.ends, "--check", *options)
     seen = engine.attached()
     starting = time.perf_counter() - began - seen["attach_seconds"] - seen["check_seconds"]
+    print(f"   experts by rank: {seen['experts']}")
     step.seen = (
         f"claim and both ranks in {seen['attach_seconds'] * 1e3:.1f} ms (start and imports {starting:.2f} s, checking "
-        f"{seen['check_seconds']:.2f} s); {sum(seen['tensors'])} tensors, {seen['bytes']:,} bytes, all as in the "
-        f"checkpoint; experts {seen['experts'][0]} and {seen['experts'][1]}"
+        f"{seen['check_seconds']:.2f} s); {sum(seen['tensors'])} tensors, {seen['bytes']:,} bytes as in the checkpoint"
     )
     return engine
 
@@ -217,14 +217,14 @@ def rejoin(demo: Demo, spec: Path, engine: processes.Engine, status: protocol.Da
     """The old client comes back by itself and is told whether its arena is still the daemon's; a new one attaches."""
     with demo.step("the client's leases come back by themselves") as step:
         seen = engine.ask("leases Rejoined Superseded")
-        states, held = set(seen["states"]), [rank.generation for rank in status.groups[0].ranks]
-        processes.check(len(states) == 1, f"leases are {seen}")
+        state, held = seen["states"][0], [rank.generation for rank in status.groups[0].ranks]
+        processes.check(set(seen["states"]) == {state}, f"leases are {seen}")
         processes.check(seen["daemon_generations"] == held, f"the daemon holds {held}, the client was told {seen}")
-        step.seen = f"{states.copy().pop()}: generation {seen['generations'][0]}, the daemon now holds {held[0]}"
+        step.seen = f"{state}: generation {seen['generations'][0]}, the daemon now holds {held[0]}"
     with demo.step("attach a new client beside the old one (shared group)") as step:
         second = _attach(demo, spec, step, "--share")
         kept = second.attached()["memory"] == engine.attached()["memory"]
-        processes.check(states == {"Rejoined" if kept else "Superseded"}, f"leases are {states}, same memory: {kept}")
+        processes.check(state == ("Rejoined" if kept else "Superseded"), f"leases are {state}, same memory: {kept}")
         old = engine.ask("bytes")
         processes.check(not old["faults"], f"the old client's tensors changed: {old['faults'][:5]}")
         whose = (

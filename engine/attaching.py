@@ -56,7 +56,6 @@ class Attached:
         self,
         mapped: mapping.Mapped,
         answer: protocol.Attached,
-        descriptors: Sequence[int],
         lease: leases.Lease,
         timings: Timings,
     ) -> None:
@@ -67,8 +66,6 @@ class Attached:
         self.gpu = answer.gpu
         self.lease = lease
         self.timings = timings
-        # Kept open for life: any process that still has them can hand the arena to the next holder.
-        self.descriptors = list(descriptors)
         self._mapping = mapped.mapping
 
     @property
@@ -93,8 +90,6 @@ class Attached:
         self.lease.close()
         self.tensors = {}
         self._mapping.close()
-        while self.descriptors:
-            os.close(self.descriptors.pop())
 
     def __enter__(self) -> Attached:
         return self
@@ -234,11 +229,12 @@ class _Attempt:
             if self.verify:
                 _refuse_damage(mapped, found.path)
             timings = Timings(*seconds, *mapped.seconds, time.perf_counter() - verifying)
-            lease = leases.Lease(found.sock, answer, self._rejoiner(answer, ticket), self.on_change)
+            lease = leases.Lease(found.sock, answer, found.descriptors, self._rejoiner(answer, ticket), self.on_change)
         except BaseException:
+            mapped.tensors.clear()  # else the traceback keeps them, and they the memory
             mapped.mapping.close()
             raise
-        return Attached(mapped, answer, found.descriptors, lease, timings)
+        return Attached(mapped, answer, lease, timings)
 
     def _rejoiner(self, answer: protocol.Attached, ticket: claims.Ticket) -> Callable[[], connecting.Conversation]:
         """What a lost lease does to come back: the directory is resolved anew, as it may have been made anew."""
@@ -273,9 +269,11 @@ def _refuse_damage(mapped: mapping.Mapped, path: str) -> None:
 def _summary(attached: Attached) -> str:
     """One line a start: which way, what, and how long each phase took. Pure."""
     timings = attached.timings
-    phases = ", ".join(f"{name} {value * 1e3:.1f}" for name, value in timings._asdict().items() if value)
+    phases = ", ".join(
+        f"{name} {value * 1e3:.1f}" for name, value in timings._asdict().items() if name != "waited" and value
+    )
     return (
         f"path={attached.path} gpu={attached.gpu} generation={attached.generation} lease={attached.lease.identity} "
-        f"tensors={len(attached.manifest)} bytes={attached.manifest.arena_bytes} total_ms={timings.total * 1e3:.1f} "
-        f"({phases} ms)"
+        f"tensors={len(attached.manifest)} bytes={attached.manifest.arena_bytes} waited_ms={timings.waited * 1e3:.1f} "
+        f"total_ms={timings.total * 1e3:.1f} ({phases})"
     )

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import enum
 import logging
+import os
 import socket
 import threading
 from collections.abc import Callable
@@ -41,21 +42,27 @@ class Lease:
     """One rank's lease. ``identity``: the daemon's name for it. ``generation``: of the arena that is mapped.
 
     ``daemon_generation``: of the arena that the daemon holds now, as far as is known. ``trouble``: why the last
-    attempt to rejoin failed, empty while the lease counts.
+    attempt to rejoin failed, empty while the lease counts. ``descriptors``: of the arena, kept open as long as the
+    lease: any process that still has them can hand the memory to its next holder.
     """
 
     def __init__(
         self,
         connection: socket.socket,
         attached: protocol.Attached,
+        descriptors: list[int],
         rejoin: Callable[[], connecting.Conversation],
         on_change: Callable[[State], None] | None = None,
     ) -> None:
-        """``rejoin`` connects anew and asks; ``on_change`` is called in the watching thread."""
+        """Takes the connection and the descriptors over.
+
+        ``rejoin`` connects anew and asks; ``on_change`` is called in the watching thread.
+        """
         self.identity = attached.lease
         self.generation = attached.generation
         self.daemon_generation = attached.generation
         self.trouble = ""
+        self.descriptors = descriptors
         self._state = State.Held
         self._connection = connection
         self._rejoin = rejoin
@@ -71,12 +78,14 @@ class Lease:
         return self._state
 
     def close(self) -> None:
-        """End the lease. Twice is once. The memory is not touched."""
+        """End the lease and close the descriptors. Twice is once. What is mapped stays mapped."""
         with self._guard:
             self._closed.set()
             self._state = State.Closed
             # A plain close would leave the thread asleep in recv, and the peer without an end of stream.
             _shut_down(self._connection)
+            while self.descriptors:
+                os.close(self.descriptors.pop())
 
     def _watch(self) -> None:
         while not self._closed.is_set():

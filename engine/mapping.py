@@ -83,18 +83,22 @@ def check(
 def device_of(answer: protocol.Attached) -> torch.device:
     """This process's torch device for the arena: found by UUID, as ordinals differ between processes.
 
-    Raises Refusal ``GPUNotFound`` when the GPU is not visible here.
+    torch counts devices as the driver does. Raises Refusal ``GPUNotFound`` when the GPU is not visible here.
     """
     if answer.memory == memory.HOST:
         return torch.device("cpu")
-    seen = [f"GPU-{torch.cuda.get_device_properties(index).uuid}" for index in range(torch.cuda.device_count())]
-    if answer.gpu not in seen:
+    from weightcache.arenas import contexts  # not on hosts without a GPU
+
+    seen = contexts.visible_uuids()
+    wanted = contexts.parse_uuid(answer.gpu)
+    ordinals = [ordinal for ordinal, text in enumerate(seen) if contexts.parse_uuid(text) == wanted]
+    if not ordinals:
         raise reasons.Refusal(
             reasons.Reason.GPUNotFound,
             f"the weights are on {answer.gpu}, this process sees {', '.join(seen) or 'no GPU'}: set "
             "CUDA_VISIBLE_DEVICES to the UUIDs of the claim, in rank order",
         )
-    return torch.device("cuda", seen.index(answer.gpu))
+    return torch.device("cuda", ordinals[0])
 
 
 def damaged(manifest: manifests.Manifest, mapping: memory.Mapping) -> list[str]:

@@ -12,6 +12,8 @@ from pathlib import Path
 from importlinter.cli import lint_imports_command
 
 sys.path[:] = [entry for entry in sys.path if not entry.startswith("__editable__")]
-sys.meta_path[:] = [finder for finder in sys.meta_path if not getattr(finder, "__module__", "").startswith("__editable__")]
+sys.meta_path[:] = [
+    finder for finder in sys.meta_path if not getattr(finder, "__module__", "").startswith("__editable__")
+]
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / ".typing"))
 lint_imports_command()

@@ -1,7 +1,7 @@
 """Lists the benchmarks, and runs those that this machine can run.
 
-A benchmark is a file benchmarks/NAME.py that runs without arguments, measures its sides in one run and prints its table.
-Its docstring's first line says what it measures; `NEEDS = "gpu"` in it says that it wants an NVIDIA GPU.
+A benchmark is a script benchmarks/NAME.py that runs without arguments, measures its sides in one run and prints a
+table. Its docstring's first line says what it measures; `NEEDS = "gpu"` in it says that it wants an NVIDIA GPU.
 A benchmark asserts nothing about time, so this fails only when one of them breaks.
 """
 
@@ -39,7 +39,7 @@ def has_gpu() -> bool:
 
 def main() -> int:
     """Returns 1 when a benchmark that was run failed, or when there is none."""
-    paths = [path for path in sorted(FOLDER.glob("*.py")) if not path.name.startswith("_")]
+    paths = [path for path in sorted(FOLDER.glob("*.py")) if '__name__ == "__main__"' in path.read_text()]
     described = {path: describe(path) for path in paths}
     gpu = has_gpu()
     runnable = [path for path in paths if described[path][1] in (["", "gpu"] if gpu else [""])]

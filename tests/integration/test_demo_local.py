@@ -39,7 +39,7 @@ def run(temporary, *arguments):
     environment = {**os.environ, "TMPDIR": str(temporary)}
     command = [sys.executable, "-m", "demo.local", *arguments]
     return subprocess.run(
-        command, cwd=processes.TREE, env=environment, capture_output=True, text=True, timeout=180, check=False
+        command, cwd=processes.TREE, env=environment, capture_output=True, text=True, timeout=320, check=False
     )
 
 
@@ -53,7 +53,7 @@ def left_running(temporary):
 
 
 @pytest.mark.skipif(not local.EXPORTER.exists(), reason="no exporter environment: run scripts/setup exporter")
-@pytest.mark.timeout(200)
+@pytest.mark.timeout(340)
 def test_the_demo_shows_every_step_and_leaves_nothing(temporary):
     """What the demo promises its reader happened, in this order; no process, socket or file of it is left."""
     done = run(temporary)

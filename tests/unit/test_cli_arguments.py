@@ -87,5 +87,6 @@ def test_the_default_root_is_the_daemons():
 
 def test_groups_are_accepted_by_name_and_by_number():
     """Images have numbers, workstations have names."""
-    parsed = arguments.build_parser().parse_args("prepare-root --socket-group root --daemons-group 123".split())
+    line = ["prepare-root", "--socket-group", "root", "--daemons-group", "123"]
+    parsed = arguments.build_parser().parse_args(line)
     assert (parsed.socket_group, parsed.daemons_group) == (0, 123)

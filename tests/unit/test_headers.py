@@ -255,4 +255,4 @@ def test_a_hundred_thousand_tensors_are_read_in_seconds():
     data = file_of(header, bytes(400_000))
     began = time.monotonic()
     assert len(headers.parse(data, "x")) == 100_000
-    assert time.monotonic() - began < 2 * 3  # seconds; three times the target, for loaded machines
+    assert time.monotonic() - began < 10  # seconds; measured 0.6, a quadratic check takes minutes

@@ -13,6 +13,8 @@ import pytest
 import safetensors.torch
 import torch
 import xxhash
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tests.support import checkpoints as support
 from weightcache.crds import specs
@@ -20,7 +22,13 @@ from weightcache.daemon import checkpoints, pieces, plans, reads
 from weightcache.wire import digests, manifests, reasons
 
 MIB = 1 << 20
-DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "U8": torch.uint8, "F8_E4M3": torch.float8_e4m3fn}  # fmt: skip  # noqa: E501
+DTYPES = {
+    "BF16": torch.bfloat16,
+    "F16": torch.float16,
+    "F32": torch.float32,
+    "U8": torch.uint8,
+    "F8_E4M3": torch.float8_e4m3fn,
+}
 
 
 def parallel(tensor=1, pipeline=1, data=1, expert=False, placement="linear") -> specs.Parallelism:
@@ -323,6 +331,8 @@ def test_plans_are_the_same_in_every_process(tmp_path):
     layout = parallel(tensor=2, data=2, expert=True)
     first, again = (plans.build_group_plans(checkpoints.read(path), layout) for _ in range(2))
     assert first == again
+    for rank, plan in enumerate(first):
+        assert plans.build_rank_plan(checkpoints.read(path), layout, rank) == plan
     names = [tensor.name for tensor in first[0].tensors]
     assert names[:3] == ["lm_head.weight", "model.embed_tokens.weight", "model.norm.weight"]
     layers = [int(name.split(".")[2]) for name in names[3:]]
@@ -382,6 +392,41 @@ def test_scales_that_are_not_finite_and_positive_are_refused_by_name(tmp_path, v
             reads.refuse_invalid_scales(plan, scales)
         assert refused.value.reason is reasons.Reason.ScaleInvalid
         assert f"{bad} is {value}" in refused.value.message
+
+
+@given(
+    architecture=st.sampled_from(["llama", "qwen3", "qwen3_moe"]),
+    quantization=st.sampled_from(["none", "nvfp4", "w4a16_nvfp4"]),
+    sizes=st.tuples(st.sampled_from([1, 2, 4]), st.integers(1, 3), st.integers(1, 2)),
+    expert=st.booleans(),
+    placement=st.sampled_from(list(specs.ExpertPlacement)),
+)
+def test_every_byte_of_the_checkpoint_reaches_a_rank(
+    tmp_path_factory, architecture, quantization, sizes, expert, placement
+):
+    """Whatever the layout: together the ranks hold every byte, none writes over another, each block has one owner."""
+    path = tmp_path_factory.getbasetemp() / f"{architecture}-{quantization}"
+    if not path.exists():
+        support.make_checkpoint(path, architecture, quantization, num_shards=2)
+    checkpoint = checkpoints.read(path)
+    tensor, pipeline, data = sizes
+    if tensor * data > 4 and not (expert and architecture == "qwen3_moe"):
+        data = 1
+    group = plans.build_group_plans(checkpoint, parallel(tensor, pipeline, data, expert, placement.value))
+    covered = {file: bytearray(stat.size_bytes) for file, stat in checkpoint.stats.items()}
+    for plan in group:
+        filled = bytearray(plan.arena_bytes)
+        for piece in (piece for tensor in plan.tensors for piece in tensor.pieces):
+            for row in range(piece.num_rows):
+                begin, offset = piece.begin + row * piece.row_stride, piece.offset + row * piece.row_bytes
+                assert not any(filled[offset : offset + piece.row_bytes])
+                filled[offset : offset + piece.row_bytes] = b"\1" * piece.row_bytes
+                covered[piece.file][begin : begin + piece.row_bytes] = b"\1" * piece.row_bytes
+        assert sum(filled) <= sum(tensor.size_bytes for tensor in plan.tensors)
+    for tensor in checkpoint.tensors.values():
+        assert all(covered[tensor.file][tensor.begin : tensor.begin + tensor.size_bytes]), tensor.name
+    owners = [(block.file, block.block) for plan in group for block in plan.blocks]
+    assert len(owners) == len(set(owners)) == sum(digests.num_blocks(size) for size in map(len, covered.values()))
 
 
 def test_a_buffer_smaller_than_a_block_is_refused(tmp_path):
