@@ -105,11 +105,7 @@ def _serve(options: Any) -> None:
 def _attach(options: Any) -> None:
     attached, seconds = synthetic.attach(options.directory)
     _check(attached.tensors, options)
-    module = synthetic.module_of(attached.manifest)
-    began = time.perf_counter()
-    synthetic.fill(module, attached)
-    filled = time.perf_counter() - began
-    print(json.dumps({"seconds": seconds, "fill": filled, **attached.timings._asdict()}))
+    print(json.dumps({"seconds": seconds, "fill": synthetic.fill(attached), **attached.timings._asdict()}))
 
 
 def _load(options: Any) -> None:

@@ -173,6 +173,7 @@ def attach(directory: str) -> tuple[Any, float]:
 def module_of(manifest: Any) -> Any:
     """A module on meta that has exactly the parameters of a manifest."""
     import torch
+
     from weightcache.engine import views
 
     root = torch.nn.Module()
@@ -187,8 +188,11 @@ def module_of(manifest: Any) -> Any:
     return root
 
 
-def fill(module: Any, attached: Any) -> None:
-    """What an engine does after the attach."""
+def fill(attached: Any) -> float:
+    """What an engine does after the attach; seconds to put the tensors into a module that was built before."""
     from weightcache.engine import filling
 
+    module = module_of(attached.manifest)
+    began = time.perf_counter()
     filling.fill(module, attached.tensors, attached.manifest.aliases)
+    return time.perf_counter() - began

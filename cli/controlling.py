@@ -44,7 +44,8 @@ def resume(options: argparse.Namespace) -> int:
     """Leases are given again, and what was released is loaded again."""
     target = _target(options)
     status = asking.ask(target.socket, protocol.Resume(), protocol.DaemonStatus, options.timeout)
-    print(f"{target.name} gives leases again; it is {status.state}")
+    loading = "" if status.state == "Ready" else "; what was released is loaded again"
+    print(f"{target.name} gives leases again; it is {status.state}{loading}")
     return 0
 
 
