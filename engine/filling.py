@@ -91,12 +91,18 @@ def _meta_twin(parameter: torch.nn.Parameter) -> torch.nn.Parameter:
 
 
 def _places(module: torch.nn.Module) -> Iterator[_Place]:
-    """Every name of every parameter, shared submodules and tied parameters under each of their names."""
-    for prefix, owner in module.named_modules(remove_duplicate=False):
-        dot = "." if prefix else ""
+    """Every name of every parameter, shared submodules and tied parameters under each of their names.
+
+    As ``named_parameters(remove_duplicate=False)``, whose generators in generators take 60 ms for 10,000 experts.
+    """
+    waiting = [("", module)]
+    while waiting:
+        prefix, owner = waiting.pop()
         for leaf, parameter in owner._parameters.items():
             if parameter is not None:
-                yield _Place(f"{prefix}{dot}{leaf}", owner, leaf, parameter)
+                yield _Place(prefix + leaf, owner, leaf, parameter)
+        children = [(f"{prefix}{name}.", child) for name, child in owner._modules.items() if child is not None]
+        waiting.extend(reversed(children))
 
 
 def _choose(places: list[_Place], given: Mapping[str, torch.Tensor]) -> dict[int, torch.Tensor]:
