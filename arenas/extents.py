@@ -9,11 +9,22 @@ extent in pieces of 4 MiB (``wire.digests``).
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from weightcache.wire import digests
 
-__all__ = ["ALIGNMENT_BYTES", "PIECE_BYTES", "Extent", "check_rows", "check_within", "combined", "padded", "pieces"]
+__all__ = [
+    "ALIGNMENT_BYTES",
+    "PIECE_BYTES",
+    "Extent",
+    "Rows",
+    "check_parts",
+    "check_rows",
+    "check_within",
+    "combined",
+    "padded",
+    "pieces",
+]
 
 ALIGNMENT_BYTES = 256
 PIECE_BYTES = digests.BLOCK_BYTES
@@ -29,6 +40,22 @@ class Extent(NamedTuple):
     def end(self) -> int:
         """The offset of the first byte behind it."""
         return self.offset + self.size_bytes
+
+
+class Rows(Protocol):
+    """Rows to copy: ``num_rows`` of ``row_bytes``, ``row_stride`` bytes apart from ``source_offset`` of a buffer on;
+    packed at ``offset`` of an arena."""
+
+    @property
+    def source_offset(self) -> int: ...
+    @property
+    def num_rows(self) -> int: ...
+    @property
+    def row_bytes(self) -> int: ...
+    @property
+    def row_stride(self) -> int: ...
+    @property
+    def offset(self) -> int: ...
 
 
 def padded(size_bytes: int, alignment_bytes: int = ALIGNMENT_BYTES) -> int:
@@ -77,3 +104,16 @@ def check_rows(source_bytes: int, num_rows: int, row_bytes: int, source_stride: 
             f"{num_rows} rows of {row_bytes} bytes, {source_stride} apart, need {needed} bytes of source, "
             f"which has {source_bytes}"
         )
+
+
+def check_parts(parts: Iterable[Rows], source_bytes: int, size_bytes: int) -> None:
+    """Raise ValueError at the first part that leaves ``source_bytes`` of buffer or ``size_bytes`` of arena. Pure."""
+    for part in parts:
+        rows, row_bytes, stride = part.num_rows, part.row_bytes, part.row_stride
+        if (
+            min(rows, row_bytes, part.source_offset, part.offset) < 0
+            or (rows > 1 and stride < row_bytes)
+            or part.source_offset + max(0, rows - 1) * stride + row_bytes > source_bytes
+            or part.offset + rows * row_bytes > size_bytes
+        ):
+            raise ValueError(f"{part} does not fit {source_bytes} bytes of source and an arena of {size_bytes}")

@@ -31,6 +31,7 @@ __all__ = ["HostArena", "HostMapping", "HostStaging"]
 SEALS = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 MFD_NOEXEC_SEAL = 0x0008  # linux/memfd.h; kernels from 6.3 on, which may be set to refuse memfds without it
 MAX_THREADS = 16
+WRITTEN_BYTES = 64 << 10
 INLINE_BYTES = 16 << 20  # below this, starting threads costs more than one thread's hashing (15 GB/s measured)
 
 
@@ -100,9 +101,15 @@ class HostArena:
         return memoryview(self._pages)[: self._size_bytes]
 
     def put(self, offset: int, source: memoryview) -> None:
-        """Contiguous copy. numpy's copy, unlike a slice assignment, lets other threads run."""
+        """Contiguous copy. numpy's copy, unlike a slice assignment, lets other threads run.
+
+        Large ones are written: a page that is written whole needs no fault and no zeroing first, and new pages are
+        what a load is made of (1.2 GB/s instead of 0.6 in one thread of a virtual machine with 4 KiB pages).
+        """
         extents.check_within([extents.Extent(offset, source.nbytes)], self._size_bytes)
-        if source.nbytes:
+        if source.nbytes >= WRITTEN_BYTES and self._descriptor >= 0:
+            self._write(offset, source)
+        elif source.nbytes:
             np.copyto(self._bytes(offset, source.nbytes), np.frombuffer(source, np.uint8))
 
     def put_rows(self, offset: int, source: memoryview, num_rows: int, row_bytes: int, source_stride: int) -> None:
@@ -114,6 +121,13 @@ class HostArena:
                 np.frombuffer(source, np.uint8), (num_rows, row_bytes), (source_stride, 1), writeable=False
             )
             np.copyto(self._bytes(offset, num_rows * row_bytes).reshape(num_rows, row_bytes), rows)
+
+    def put_all(self, source: memoryview, parts: Sequence[extents.Rows]) -> None:
+        """One after the other: the CPU copies anyway."""
+        extents.check_parts(parts, source.nbytes, self._size_bytes)
+        for part in parts:
+            rows = source[part.source_offset :]
+            self.put_rows(part.offset, rows, part.num_rows, part.row_bytes, max(part.row_stride, part.row_bytes))
 
     def digests(self, spans: Sequence[extents.Extent]) -> list[bytes]:
         extents.check_within(spans, self.chunk_sizes[0], extents.ALIGNMENT_BYTES)
@@ -149,6 +163,13 @@ class HostArena:
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
+
+    def _write(self, offset: int, source: memoryview) -> None:
+        with source.cast("B") as view:
+            done = 0
+            while done < len(view):
+                with view[done:] as rest:
+                    done += os.pwrite(self._descriptor, rest, offset + done)
 
     def _bytes(self, offset: int, size_bytes: int) -> npt.NDArray[np.uint8]:
         return np.frombuffer(self._pages, np.uint8, size_bytes, offset)

@@ -7,7 +7,7 @@ Importing it needs neither CUDA nor numpy; a backend is imported when it is firs
 
 Life of an arena::
 
-    create -> put / put_rows (any thread) -> digests -> seal -> descriptors -> map_readonly, in any process, any number
+    create -> put, put_rows, put_all (any thread) -> digests -> seal -> descriptors -> map_readonly, anywhere, often
 
 Guarantees of both backends: bytes that nobody put are zero; once sealed, the loader cannot write any more; memory
 lives exactly as long as a descriptor or a mapping of it.
@@ -105,6 +105,10 @@ class Arena(Protocol):
 
     def put_rows(self, offset: int, source: memoryview, num_rows: int, row_bytes: int, source_stride: int) -> None:
         """Copy ``num_rows`` rows of ``row_bytes`` that start ``source_stride`` bytes apart; packed at ``offset``."""
+        ...
+
+    def put_all(self, source: memoryview, parts: Sequence[extents.Rows]) -> None:
+        """``put`` and ``put_rows`` of many parts of one buffer, in one order to the device where it takes one."""
         ...
 
     def digests(self, spans: Sequence[extents.Extent]) -> list[bytes]:

@@ -96,6 +96,32 @@ class VmmArena:
                 begin = found.device_address or host_address
                 _Copy(on_device, begin, self.address + offset, num_rows, row_bytes, source_stride).start(found.stream)
 
+    def put_all(self, source: memoryview, parts: Sequence[extents.Rows]) -> None:
+        """Many copies out of one buffer, as ``memory.Arena.put_all``.
+
+        Finding the buffer and entering the context cost more than ordering a copy, and give up the interpreter's lock
+        each time: 14 us a ``put`` in one thread, 55 us in each of 16 (H200 host). Here both are done once.
+        """
+        extents.check_parts(parts, source.nbytes, self._size_bytes)
+        if not self._range.free.alive:
+            raise ValueError("this arena was closed or sealed")
+        host_address = _address_of(source) if source.nbytes else 0
+        found = self._locate(host_address, source.nbytes)
+        if found is None:
+            for part in parts:
+                stride = max(part.row_stride, part.row_bytes)
+                self.put_rows(part.offset, source[part.source_offset :], part.num_rows, part.row_bytes, stride)
+            return
+        on_device = found.device_address != 0
+        begin, target = found.device_address or host_address, self.address
+        with self._context.current():
+            for part in parts:
+                if part.num_rows and part.row_bytes:
+                    source_address, target_address = begin + part.source_offset, target + part.offset
+                    _Copy(
+                        on_device, source_address, target_address, part.num_rows, part.row_bytes, part.row_stride
+                    ).start(found.stream)
+
     def digests(self, spans: Sequence[extents.Extent]) -> list[bytes]:
         extents.check_within(spans, sum(self._chunk_sizes), extents.ALIGNMENT_BYTES)
         self._context.synchronize()

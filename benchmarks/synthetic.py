@@ -162,7 +162,6 @@ def serve_arena(num_tensors: int, size_bytes: int, *, kind: str, device: str, fi
 def attach(directory: str) -> tuple[Any, float]:
     """Attach to what :func:`serve_arena` serves; the attached rank and the seconds it took, imports excluded."""
     from tests.support import servers
-    from weightcache.arenas import host  # noqa: F401 - else imported at the first mapping
     from weightcache.engine import attaching
 
     began = time.perf_counter()

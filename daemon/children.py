@@ -22,12 +22,12 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from weightcache.daemon import orders
+from weightcache.daemon import orders, states
 from weightcache.wire import frames, reasons
 
 __all__ = ["HOLD_VARIABLE", "Child", "main"]
 
-#: Names a phase at which a child stops for ever after reporting it: how tests kill a daemon or loader at each stage.
+#: Names a phase (or ``phase:rank``) at which a child stops for ever after reporting it: how tests kill at each stage.
 HOLD_VARIABLE = "WEIGHTCACHE_HOLD_AT"
 _PR_SET_PDEATHSIG = 1
 _ORDER_SECONDS = 60.0
@@ -41,14 +41,17 @@ class Child:
     def __init__(self, sock: socket.socket) -> None:
         self._socket = sock
         self._lock = threading.Lock()
-        self._phase, self._began = "", time.monotonic()
+        self._phase, self._began = states.STARTING, time.monotonic()
+        self._rank = ""
         self.phases: dict[str, float] = {}
 
     def order(self) -> tuple[orders.Order, list[int]]:
         """The order and the descriptors that came with it."""
         body, descriptors = frames.receive(self._socket, time.monotonic() + _ORDER_SECONDS, frames.ANSWER_LIMIT_BYTES)
         threading.Thread(target=self._die_with_the_socket, daemon=True).start()
-        return _ORDERS.decode(body), descriptors
+        order = _ORDERS.decode(body)
+        self._rank = str(order.rank) if isinstance(order, orders.LoadOrder) else ""
+        return order, descriptors
 
     def send(self, event: orders.Event, descriptors: Sequence[int] = ()) -> None:
         """Tell the daemon. Raises Refusal when it is gone."""
@@ -57,18 +60,21 @@ class Child:
 
     def enter(self, phase: str, detail: str = "") -> None:
         """Report a phase and account the seconds of the one before."""
-        self.account()
-        self._phase = phase
+        self.begin(phase)
         self.send(orders.Phase(name=phase, detail=detail))
-        if os.environ.get(HOLD_VARIABLE) == phase:
+        if os.environ.get(HOLD_VARIABLE, "") in (phase, f"{phase}:{self._rank}"):
             while True:
                 time.sleep(3600)
+
+    def begin(self, phase: str) -> None:
+        """Account the seconds of the phase before; the daemon is not told."""
+        self.account()
+        self._phase = phase
 
     def account(self) -> None:
         """Add the seconds since the last phase began to it."""
         now = time.monotonic()
-        if self._phase:
-            self.phases[self._phase] = self.phases.get(self._phase, 0.0) + now - self._began
+        self.phases[self._phase] = self.phases.get(self._phase, 0.0) + now - self._began
         self._began = now
 
     def _die_with_the_socket(self) -> None:

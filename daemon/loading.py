@@ -1,52 +1,67 @@
 """The loader: one rank's checkpoint bytes become a sealed arena, in a process that ends with it.
 
-    open files, compare stats -> wait until their clocks can be trusted -> plan -> enough memory? -> gate
-    -> read through bounded buffers -> gate free -> digest every tensor -> seal -> compare stats again -> hand over
+    open files, compare stats -> plan -> enough memory? -> make the arena -> wait until the files' clocks can be trusted
+    -> gate -> read through bounded buffers -> gate free -> digest every tensor -> compare stats again -> seal
+    -> hand over
 
 Everything that can refuse does so before the first weight byte is read; a file that changed at any time since the
-daemon read its header ends the load, and nothing is handed over.
+daemon read its header ends the load, and nothing is handed over. Whatever needs no buffers is done before the gate,
+so that the node's other ranks wait for reading only: a CUDA context alone takes longer than 10 GB of weights.
 """
 
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import sys
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import NamedTuple
 
-from weightcache.arenas import extents, memory
+from weightcache.arenas import driver, extents, memory
 from weightcache.crds import specs
-from weightcache.daemon import checkpoints, children, devices, gates, orders, plans, reading, reads, states
+from weightcache.daemon import checkpoints, children, devices, gates, orders, plans, reading, reads, scales, states
 from weightcache.wire import evidence, manifests, reasons
 
 __all__ = ["build_manifest", "load"]
 
-#: What a loader takes of a GPU besides the arena: its context (526 MiB on an H200 with driver 580) and buffers.
-GPU_OVERHEAD_BYTES = 640 << 20
+#: What a loader takes of a GPU besides arena and buffers: its context (526 MiB on an H200 with driver 580), with room.
+CONTEXT_BYTES = 576 << 20
+#: Steps that are timed, but are no state of a rank of their own.
+PLANNING, ALLOCATING, SETTLING, BUFFERING = "Planning", "Allocating", "Settling", "Buffering"
+
+
+class _Work(NamedTuple):
+    """What is decided before the gate: the plan, how the buffers are cut, and what to read."""
+
+    plan: plans.RankPlan
+    cut: reading.Buffers
+    units: list[reads.Read]
 
 
 def load(child: children.Child, order: orders.LoadOrder) -> None:
     """Follow an order to its ``SealedArena``. Raises Refusal; then nothing is left behind."""
     with _open_files(order) as files:
-        settled = _settle(order.stats)
-        plan = _plan(order)
-        _refuse_shortage(order, plan)
-        child.enter(states.WAITING_FOR_GATE)
-        gate = gates.Gate(order.gate_directory, order.gate_slots, order.holder)
-        with gate.acquire(lambda holders: child.enter(states.WAITING_FOR_GATE, holders)) as slot:
-            arena = memory.create(str(order.spec.memory), plan.arena_bytes, device_uuid=order.device)
-            try:
-                outcome = _read(child, order, plan, arena, files)
-                slot.release()
-                manifest = _digest(child, plan, arena)
-                child.enter(states.SEALING)
-                _refuse_changes(order.stats, files)
-                chunk_sizes = list(arena.chunk_sizes)
-                descriptors = arena.seal()
-            finally:
-                arena.close()
+        work = _prepare(child, order)
+        child.begin(ALLOCATING)
+        arena = memory.create(str(order.spec.memory), work.plan.arena_bytes, device_uuid=order.device)
+        try:
+            arena.digests(())  # a GPU's driver finishes the kernel now (0.3 s on an H200), not while others wait
+            child.begin(SETTLING)
+            settled = _settle(order.stats)
+            child.enter(states.WAITING_FOR_GATE)
+            gate = gates.Gate(order.gate_directory, order.gate_slots, order.holder)
+            with gate.acquire(lambda holders: child.enter(states.WAITING_FOR_GATE, holders)):
+                outcome = _read(child, order, work, arena, files)
+            manifest = _digest(child, work.plan, arena)
+            child.enter(states.SEALING)
+            _refuse_changes(order.stats, files)
+            chunk_sizes = list(arena.chunk_sizes)
+            descriptors = arena.seal()
+        finally:
+            arena.close()
     child.account()
     child.send(
         orders.SealedArena(
@@ -72,8 +87,8 @@ def build_manifest(plan: plans.RankPlan, found: list[bytes]) -> manifests.Manife
         kinds=[kinds.index(tensor.kind) for tensor in plan.tensors],
         dtype_names=dtypes,
         dtypes=[dtypes.index(tensor.dtype) for tensor in plan.tensors],
-        shapes=[list(tensor.shape) for tensor in plan.tensors],
-        strides=[list(tensor.strides) for tensor in plan.tensors],
+        shapes=[tensor.shape for tensor in plan.tensors],
+        strides=[tensor.strides for tensor in plan.tensors],
         offsets=[tensor.offset for tensor in plan.tensors],
         digests=b"".join(found),
         aliases=plan.aliases,
@@ -99,11 +114,23 @@ def _open_files(order: orders.LoadOrder) -> Iterator[dict[str, int]]:
 
 def _refuse_changes(stats: Mapping[str, evidence.FileStat], files: Mapping[str, int]) -> None:
     for name, wanted in stats.items():
-        found = evidence.file_stat(files[name])
-        if found != wanted:
-            raise reasons.Refusal(
-                reasons.Reason.CheckpointChanged, f"{name} is {found}, it was {wanted} when its header was read"
-            )
+        _refuse_change(name, evidence.file_stat(files[name]), wanted)
+
+
+def _refuse_change(name: str, found: evidence.FileStat, wanted: evidence.FileStat | None) -> None:
+    if found == wanted:
+        return
+    if wanted is None:
+        raise reasons.Refusal(reasons.Reason.CheckpointChanged, f"{name} is new since the daemon read the headers")
+    differing = [
+        f"{field} is {getattr(found, field)}, was {getattr(wanted, field)}"
+        for field in found.__struct_fields__
+        if getattr(found, field) != getattr(wanted, field)
+    ]
+    raise reasons.Refusal(
+        reasons.Reason.CheckpointChanged,
+        f"{name} changed since its header was read: {', '.join(differing)}; wait until its writer has finished",
+    )
 
 
 def _settle(stats: Mapping[str, evidence.FileStat]) -> dict[str, bool]:
@@ -116,62 +143,67 @@ def _settle(stats: Mapping[str, evidence.FileStat]) -> dict[str, bool]:
     return {name: evidence.is_settled(stat, now) for name, stat in stats.items()}
 
 
-def _plan(order: orders.LoadOrder) -> plans.RankPlan:
+def _prepare(child: children.Child, order: orders.LoadOrder) -> _Work:
+    """Plan, and refuse what cannot be: all that needs headers alone."""
+    child.begin(PLANNING)
     checkpoint = checkpoints.read(order.checkpoint)
     for name, stat in checkpoint.stats.items():
-        if order.stats.get(name) != stat:
-            raise reasons.Refusal(
-                reasons.Reason.CheckpointChanged, f"{name} is {stat}, the daemon read it as {order.stats.get(name)}"
-            )
-    return plans.build_rank_plan(checkpoint, order.spec.parallelism, order.rank)
+        _refuse_change(name, stat, order.stats.get(name))
+    plan = plans.build_rank_plan(checkpoint, order.spec.parallelism, order.rank)
+    needed = sum(block.size_bytes for block in plan.blocks) + plan.arena_bytes
+    cut = reading.divide_buffers(order.buffer_bytes, order.num_threads, needed)
+    _refuse_shortage(order, plan, cut)
+    return _Work(plan, cut, scales.set_apart(reads.build_reads(plan, cut.buffer_bytes)))
 
 
-def _refuse_shortage(order: orders.LoadOrder, plan: plans.RankPlan) -> None:
+def _refuse_shortage(order: orders.LoadOrder, plan: plans.RankPlan, cut: reading.Buffers) -> None:
+    buffers = cut.num_buffers * cut.buffer_bytes  # on a GPU there as well, for the digests
     if order.spec.memory is specs.Memory.Host:
-        need, free, reason = plan.arena_bytes, devices.host_free_bytes(), reasons.Reason.InsufficientHostMemory
+        need, free, reason = (
+            plan.arena_bytes + buffers,
+            devices.host_free_bytes(),
+            reasons.Reason.InsufficientHostMemory,
+        )
     else:
         device = next((found for found in devices.list_gpus() if found.uuid == order.device), None)
         if device is None:
             raise reasons.Refusal(reasons.Reason.GPUNotFound, f"{order.device} is not on this node")
-        need, free = plan.arena_bytes + GPU_OVERHEAD_BYTES, devices.free_bytes(device)
+        need, free = plan.arena_bytes + buffers + CONTEXT_BYTES, devices.free_bytes(device)
         reason = reasons.Reason.InsufficientGPUMemory
     if need > free:
         raise reasons.Refusal(
             reason,
-            f"{order.device} needs {need} bytes ({need / 2**30:.2f} GiB), {free} are free ({free / 2**30:.2f} GiB), "
-            f"{need - free} short ({(need - free) / 2**30:.2f} GiB)",
+            f"{order.device} needs {need} bytes ({need / 2**30:.2f} GiB: {plan.arena_bytes} for the weights, the rest "
+            f"while loading), {free} are free ({free / 2**30:.2f} GiB), {need - free} short "
+            f"({(need - free) / 2**30:.2f} GiB)",
         )
 
 
 def _read(
-    child: children.Child,
-    order: orders.LoadOrder,
-    plan: plans.RankPlan,
-    arena: memory.Arena,
-    files: Mapping[str, int],
+    child: children.Child, order: orders.LoadOrder, work: _Work, arena: memory.Arena, files: Mapping[str, int]
 ) -> reading.Outcome:
-    on_gpu = order.spec.memory is specs.Memory.GPU
-    needed = sum(block.size_bytes for block in plan.blocks) + plan.arena_bytes
-    cut = reading.divide_buffers(order.buffer_bytes, order.num_threads, needed)
-    units = reads.build_reads(plan, cut.buffer_bytes)
-    total = sum(unit.size_bytes for unit in units)
-    table = bytearray(reads.SCALE_BYTES * len(reads.scale_sources(plan)))
+    if order.spec.memory is specs.Memory.Host:  # whoever held the gate before may have filled it
+        _refuse_shortage(order, work.plan, work.cut)
+    total = sum(unit.size_bytes for unit in work.units)
+    table = bytearray(reads.SCALE_BYTES * len(reads.scale_sources(work.plan)))
+    child.begin(BUFFERING)
+    staging = arena.staging(work.cut.num_buffers, work.cut.buffer_bytes, mirrored=order.spec.memory is specs.Memory.GPU)
     child.enter(states.READING)
-    staging = arena.staging(cut.num_buffers, cut.buffer_bytes, mirrored=on_gpu)
     try:
         outcome = reading.read_all(
-            units,
+            work.units,
             arena,
             staging,
             files,
             table,
-            num_threads=cut.num_threads,
+            num_threads=work.cut.num_threads,
             bytes_per_second=order.bytes_per_second,
             on_progress=lambda done: child.send(orders.Progressed(bytes_done=done, bytes_total=total)),
         )
     finally:
         staging.close()
-    reads.refuse_invalid_scales(plan, outcome.scales)
+    reads.refuse_invalid_scales(work.plan, outcome.scales)
+    scales.put(arena, work.plan, outcome.scales)
     return outcome
 
 
@@ -182,10 +214,18 @@ def _digest(child: children.Child, plan: plans.RankPlan, arena: memory.Arena) ->
 
 
 def _run(child: children.Child) -> None:
+    gc.disable()  # a plan is hundreds of thousands of objects and no cycle: collecting doubles the time it takes
     order, _ = child.order()
     if not isinstance(order, orders.LoadOrder):
         raise reasons.Refusal(reasons.Reason.InternalError, f"a loader got {type(order).__name__}")
-    load(child, order)
+    try:
+        load(child, order)
+    except driver.DriverError as error:
+        if error.error != "CUDA_ERROR_OUT_OF_MEMORY":
+            raise
+        on_host = error.function == "cuMemHostAlloc"
+        reason = reasons.Reason.InsufficientHostMemory if on_host else reasons.Reason.InsufficientGPUMemory
+        raise reasons.Refusal(reason, f"{order.device}: {error}") from error
 
 
 if __name__ == "__main__":

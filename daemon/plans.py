@@ -153,7 +153,7 @@ class _Rank:
             kind=LOADED,
             dtype=parameter.dtype,
             shape=shape,
-            strides=tuple(manifests.contiguous_strides(list(shape))),
+            strides=manifests.contiguous_strides(shape),
             offset=offset,
             size_bytes=size_bytes,
             pieces=tuple(_pieces(parameter, sources, cuts, offset)),

@@ -22,6 +22,7 @@ __all__ = ["Buffers", "Outcome", "coalesce", "divide_buffers", "read_all"]
 
 LARGEST_BUFFER_BYTES = 16 << 20
 _ACQUIRE_SECONDS = 600.0
+_PROGRESS_SECONDS = 0.2
 
 
 class Buffers(NamedTuple):
@@ -62,7 +63,7 @@ def divide_buffers(budget_bytes: int, num_threads: int, needed_bytes: int) -> Bu
 
 
 def coalesce(segments: Iterable[pieces.Segment]) -> list[pieces.Segment]:
-    """Join segments that follow each other in the buffer and in the arena: scalars of experts lie side by side. Pure."""
+    """Join segments that follow each other in the buffer and in the arena: gate and up of an expert. Pure."""
     joined: list[pieces.Segment] = []
     for segment in segments:
         last = joined[-1] if joined else None
@@ -79,10 +80,11 @@ def coalesce(segments: Iterable[pieces.Segment]) -> list[pieces.Segment]:
 
 
 class _Throttle:
-    """At most ``bytes_per_second`` over all threads; 0 for no limit."""
+    """At most ``bytes_per_second`` over all threads; 0 for no limit. ``stop`` ends all waiting."""
 
-    def __init__(self, bytes_per_second: int) -> None:
+    def __init__(self, bytes_per_second: int, stop: threading.Event) -> None:
         self._rate = bytes_per_second
+        self._stop = stop
         self._lock = threading.Lock()
         self._free_at = time.monotonic()
 
@@ -93,7 +95,7 @@ class _Throttle:
         with self._lock:
             self._free_at = max(self._free_at, time.monotonic()) + size_bytes / self._rate
             until = self._free_at
-        time.sleep(max(0.0, until - time.monotonic()))
+        self._stop.wait(max(0.0, until - time.monotonic()))
 
 
 class _Work:
@@ -103,9 +105,9 @@ class _Work:
         self.arena = arena
         self.staging = staging
         self.files = files
-        self.throttle = _Throttle(rate)
         self.lock = threading.Lock()
         self.stop = threading.Event()
+        self.throttle = _Throttle(rate, self.stop)
         self.blocks: list[orders.BlockDigest] = []
         self.bytes_read = 0
 
@@ -123,8 +125,9 @@ def read_all(  # noqa: PLR0913 - one call, each argument a different thing
 ) -> Outcome:
     """Read every unit into the arena. ``files``: open descriptor by name. ``scales``: table to fill.
 
-    ``on_progress``: bytes read so far, called at most five times a second and once at the end, in this thread.
-    Raises Refusal ``CheckpointChanged`` for a file that is shorter than its header said, and what a copy raises.
+    ``on_progress``: bytes read so far, in this thread, at the beginning, at most five times a second, and at the end.
+    Raises Refusal ``CheckpointChanged`` for a file that is shorter than its header said, ``CheckpointIncomplete`` for
+    one that cannot be read, and what a copy raises. No thread reads any more then.
     """
     work = _Work(arena, staging, files, bytes_per_second)
     waiting = iter(units)
@@ -141,15 +144,18 @@ def read_all(  # noqa: PLR0913 - one call, each argument a different thing
             work.stop.set()
             raise
 
+    on_progress(0)
     with ThreadPoolExecutor(num_threads, thread_name_prefix="reader") as pool:
         pending = {pool.submit(reader) for _ in range(num_threads)}
-        done: set[object] = set()
-        while pending:
-            finished, pending = wait(pending, timeout=0.2, return_when=FIRST_EXCEPTION)
-            done |= finished
-            on_progress(work.bytes_read)
-            for future in finished:
-                future.result()
+        try:
+            while pending:
+                finished, pending = wait(pending, timeout=_PROGRESS_SECONDS, return_when=FIRST_EXCEPTION)
+                for future in finished:
+                    future.result()
+                if pending:
+                    on_progress(work.bytes_read)
+        finally:
+            work.stop.set()
     staging.wait()
     on_progress(work.bytes_read)
     return Outcome(work.blocks, scales, work.bytes_read)
@@ -157,6 +163,8 @@ def read_all(  # noqa: PLR0913 - one call, each argument a different thing
 
 def _read_one(work: _Work, unit: reads.Read, scales: bytearray) -> None:
     work.throttle.take(unit.size_bytes)
+    if work.stop.is_set():
+        return
     buffer = work.staging.acquire(_ACQUIRE_SECONDS)
     try:
         view = buffer.view[: unit.size_bytes]
@@ -164,8 +172,7 @@ def _read_one(work: _Work, unit: reads.Read, scales: bytearray) -> None:
         if unit.blocks:
             spans = [extents.Extent(block.source_offset, block.size_bytes) for block in unit.blocks]
             work.staging.digest(buffer, spans, _deliver(work, unit))
-        for segment in coalesce(unit.segments):
-            _copy(work.arena, view, segment)
+        work.arena.put_all(view, coalesce(unit.segments))
         for part in unit.scales:
             scales[part.table_offset : part.table_offset + part.size_bytes] = view[
                 part.source_offset : part.source_offset + part.size_bytes
@@ -190,19 +197,16 @@ def _deliver(work: _Work, unit: reads.Read) -> Callable[[list[bytes]], None]:
 def _fill(descriptor: int, view: memoryview, unit: reads.Read) -> None:
     filled = 0
     while filled < len(view):
-        count = os.preadv(descriptor, [view[filled:]], unit.begin + filled)
+        try:
+            count = os.preadv(descriptor, [view[filled:]], unit.begin + filled)
+        except OSError as error:
+            raise reasons.Refusal(
+                reasons.Reason.CheckpointIncomplete,
+                f"{unit.file} cannot be read at byte {unit.begin + filled}: {error}",
+            ) from error
         if count == 0:
             raise reasons.Refusal(
                 reasons.Reason.CheckpointChanged,
                 f"{unit.file} ends at byte {unit.begin + filled}, {unit.begin + len(view)} expected by its header",
             )
         filled += count
-
-
-def _copy(arena: memory.Arena, view: memoryview, segment: pieces.Segment) -> None:
-    begin = segment.source_offset
-    if segment.num_rows == 1:
-        arena.put(segment.offset, view[begin : begin + segment.row_bytes])
-        return
-    span = (segment.num_rows - 1) * segment.row_stride + segment.row_bytes
-    arena.put_rows(segment.offset, view[begin : begin + span], segment.num_rows, segment.row_bytes, segment.row_stride)

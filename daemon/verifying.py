@@ -19,19 +19,14 @@ __all__ = ["compare", "verify"]
 
 
 def verify(child: children.Child, order: orders.VerifyOrder, descriptors: list[int]) -> None:
-    """Follow an order to its ``Verdict``. Raises Refusal ``VerifyImpossible`` when the bytes cannot be read."""
+    """Follow an order to its ``Verdict``. What it raises is not a judgement: see ``_run``."""
     child.enter(states.VERIFYING)
     manifest = manifests.decode(order.manifest)
     spans = [
         extents.Extent(manifest.offsets[index], manifests.padded(manifest.size_bytes_of(index)))
         for index in range(len(manifest))
     ]
-    try:
-        mapping = memory.map_readonly(order.memory, descriptors, order.chunk_sizes, device_uuid=order.device)
-    except reasons.Refusal as refusal:
-        raise reasons.Refusal(
-            reasons.Reason.VerifyImpossible, f"the arena cannot be mapped: {refusal.reason}: {refusal.message}"
-        ) from refusal
+    mapping = memory.map_readonly(order.memory, descriptors, order.chunk_sizes, device_uuid=order.device)
     began = time.monotonic()
     try:
         found = mapping.digests(spans)
@@ -62,9 +57,19 @@ def _run(child: children.Child) -> None:
         raise reasons.Refusal(reasons.Reason.InternalError, f"a verifier got {type(order).__name__}")
     try:
         verify(child, order, descriptors)
+    except reasons.Refusal as refusal:
+        raise _impossible(f"{refusal.reason}: {refusal.message}") from refusal
+    except MemoryError as error:
+        raise _impossible("the process could not allocate memory") from error
+    except Exception as error:  # a driver without room for a context, a lost GPU, a fault of ours: no judgement
+        raise _impossible(f"{type(error).__name__}: {error}") from error
     finally:
         for descriptor in descriptors:
             os.close(descriptor)
+
+
+def _impossible(what: str) -> reasons.Refusal:
+    return reasons.Refusal(reasons.Reason.VerifyImpossible, f"the arena could not be read back: {what}")
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 A loader that takes what fits and leaves the rest serves a model with a random layer in it; one that de-duplicates by
 name breaks tied weights. So every parameter of the module and every tensor of the arena must be accounted for before
 anything is changed, tied names share one Parameter again, and buffers (rotary tables, caches) stay the engine's own.
-``module._parameters`` is written directly: ``load_state_dict(assign=True)`` takes 165 ms for 10,000 tensors, this 26.
+``module._parameters`` is written directly, as ``load_state_dict(assign=True)`` takes several times as long.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def fill(
     parameter, or shape or dtype differ; the module is unchanged then.
     """
     with views.collection_paused():
-        places = list(_places(module))
+        places = _places(module)
         given = dict(tensors)
         given.update({alias: tensors[name] for alias, name in (aliases or {}).items() if name in tensors})
         chosen = _choose(places, given)
@@ -90,19 +90,23 @@ def _meta_twin(parameter: torch.nn.Parameter) -> torch.nn.Parameter:
     return twin
 
 
-def _places(module: torch.nn.Module) -> Iterator[_Place]:
+def _places(module: torch.nn.Module) -> list[_Place]:
     """Every name of every parameter, shared submodules and tied parameters under each of their names.
 
-    As ``named_parameters(remove_duplicate=False)``, whose generators in generators take 60 ms for 10,000 experts.
+    As ``named_modules(remove_duplicate=False)`` walks, but without generators that nest as deep as the modules do:
+    22 instead of 35 ms for 10,000 parameters in 20,000 modules.
     """
+    found = []
     waiting = [("", module)]
     while waiting:
         prefix, owner = waiting.pop()
         for leaf, parameter in owner._parameters.items():
             if parameter is not None:
-                yield _Place(prefix + leaf, owner, leaf, parameter)
-        children = [(f"{prefix}{name}.", child) for name, child in owner._modules.items() if child is not None]
-        waiting.extend(reversed(children))
+                found.append(_Place(prefix + leaf, owner, leaf, parameter))
+        for name, child in reversed(owner._modules.items()):
+            if child is not None:
+                waiting.append((f"{prefix}{name}.", child))
+    return found
 
 
 def _choose(places: list[_Place], given: Mapping[str, torch.Tensor]) -> dict[int, torch.Tensor]:

@@ -7,6 +7,7 @@ with the claim and the manifest first, and each refusal names both values.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import time
 from collections.abc import Sequence
@@ -14,13 +15,17 @@ from typing import NamedTuple
 
 import torch
 
-from weightcache.arenas import extents, memory
+from weightcache.arenas import contexts, driver, extents, host, memory, vmm  # noqa: F401 - see below
 from weightcache.engine import views
 from weightcache.wire import manifests, protocol, reasons
 
 __all__ = ["Mapped", "check", "damaged", "device_of", "map_arena"]
 
 _HOST_SLOT = "host-"
+# Both backends and the driver's binding are imported with this module: an engine pays for that at its start, and does
+# not wait for 30 ms of imports between a restart and its weights. None of them touches a GPU.
+with contextlib.suppress(reasons.Refusal):  # not installed: then there are no GPU arenas to map
+    driver.bindings()
 
 
 class Mapped(NamedTuple):
@@ -87,8 +92,6 @@ def device_of(answer: protocol.Attached) -> torch.device:
     """
     if answer.memory == memory.HOST:
         return torch.device("cpu")
-    from weightcache.arenas import contexts  # not on hosts without a GPU
-
     seen = contexts.visible_uuids()
     wanted = contexts.parse_uuid(answer.gpu)
     ordinals = [ordinal for ordinal, text in enumerate(seen) if contexts.parse_uuid(text) == wanted]

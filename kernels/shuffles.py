@@ -2,14 +2,22 @@
 
 TensorRT-LLM's kernels read the rows of "matrix A" in the order in which the epilogue's lanes own the outputs, and a
 gated expert's gate and up rows side by side, so that one thread holds both halves of a product. Each order is a
-gather: ``output[n] = input[index[n]]``, the same for weights and for their scales.
+gather: ``output[n] = input[index[n]]``, the same for weights and for their scales; index -1 is a row of zeros.
+
+This is the reference (:mod:`weightcache.kernels.triton_gathers` is the fast form).
 """
 
 from __future__ import annotations
 
+import functools
+
 import torch
 
-__all__ = ["gated_rows", "gather_rows", "inverse", "interleaved_rows", "shuffled_rows"]
+from weightcache.kernels import moves
+
+__all__ = ["gated_rows", "gather_rows", "halves", "index_of", "interleaved_rows", "inverse", "shuffled_rows"]
+
+_RowOrder = moves.RowOrder
 
 
 def shuffled_rows(rows: int, epilogue_tile: int = 128) -> torch.Tensor:
@@ -51,17 +59,69 @@ def interleaved_rows(rows: int, group: int = 64) -> torch.Tensor:
     return (n % (2 * group)) // group * (rows // 2) + group * (n // (2 * group)) + n % group
 
 
+def halves(rows: int, num_rows: int, *, swapped: bool) -> torch.Tensor:
+    """Index that pads each half of a matrix of ``rows`` by itself, to ``num_rows`` in all, int64 ``[num_rows]``. Pure.
+
+    ``swapped``: the second half first. Padding the whole would move the second half into the first one's padding.
+    Raises ValueError for odd numbers, or fewer rows than there are.
+    """
+    if rows % 2 or num_rows % 2 or num_rows < rows:
+        raise ValueError(f"two halves of {rows} rows cannot become {num_rows} rows")
+    first, second = (_padded(half, num_rows // 2) for half in torch.arange(rows).chunk(2))
+    return torch.cat((second, first) if swapped else (first, second))
+
+
+@functools.lru_cache(maxsize=256)
+def index_of(rows: moves.Rows) -> torch.Tensor:
+    """The index of a row order, int64 ``[num_rows]``, -1 where the result has zeros. Not to be written to.
+
+    Raises ValueError for sizes that the order cannot take.
+    """
+    order, num_source, num_rows = rows
+    if order is _RowOrder.Stored:
+        return _padded(torch.arange(num_source), num_rows)
+    if order is _RowOrder.Shuffled:
+        return _padded(torch.arange(num_source), num_rows)[shuffled_rows(num_rows)]
+    stacked = halves(num_source, num_rows, swapped=order is not _RowOrder.GateFirst)
+    if order is _RowOrder.UpFirstInterleaved:
+        return stacked[interleaved_rows(num_rows)]
+    if order is _RowOrder.UpFirstShuffled:
+        return stacked[gated_rows(num_rows)[shuffled_rows(num_rows)]]
+    return stacked
+
+
 def inverse(index: torch.Tensor) -> torch.Tensor:
-    """The gather that undoes ``index``. Pure."""
-    undo = torch.empty_like(index)
-    undo[index] = torch.arange(len(index), dtype=index.dtype, device=index.device)
+    """The gather that undoes ``index``: where each source row went. Pure. Rows of zeros are left out."""
+    held = index >= 0
+    undo = index.new_empty(int(held.sum()))
+    undo[index[held]] = torch.arange(len(index), dtype=index.dtype, device=index.device)[held]
     return undo
 
 
-def gather_rows(matrix: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    """``[..., R, C]`` with its rows in the order ``index`` (int64 ``[R]``): a copy of the same dtype. Pure.
+def gather_rows(
+    matrix: torch.Tensor, index: torch.Tensor, columns: int | None = None, out: torch.Tensor | None = None
+) -> torch.Tensor:
+    """``[..., R, C]`` with its rows in the order ``index`` (int64 ``[R']``, -1: zeros), widened to ``columns``. Pure.
 
-    Works on bytes, since few operators know four- and eight-bit floats.
+    A copy of the same dtype, new columns zero; ``out``: a contiguous tensor to write instead. Works on bytes, since few
+    operators know four- and eight-bit floats. Raises ValueError for fewer columns than there are.
     """
+    *lead, _, width = matrix.shape
+    columns = width if columns is None else columns
+    if columns < width:
+        raise ValueError(f"{width} columns do not fit into {columns}")
     raw = matrix.contiguous().view(torch.uint8)
-    return raw.index_select(-2, index.to(raw.device)).view(matrix.dtype)
+    index = index.to(raw.device)
+    out = matrix.new_empty(*lead, len(index), columns) if out is None else out
+    target = out.view(torch.uint8)
+    held = index >= 0
+    if columns == width and bool(held.all()):
+        torch.index_select(raw, -2, index, out=target)
+        return out
+    target.zero_()
+    target[..., held, : raw.shape[-1]] = raw.index_select(-2, index[held])
+    return out
+
+
+def _padded(index: torch.Tensor, size: int) -> torch.Tensor:
+    return torch.nn.functional.pad(index, (0, size - len(index)), value=-1)

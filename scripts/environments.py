@@ -153,8 +153,10 @@ def check_room(layer: Layer, folder: Path) -> None:
 
 def build(layer: Layer, venv: Path) -> None:
     """Make the environment at `venv` from nothing; the caller holds its lock."""
-    partial = venv.with_name(f".{venv.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)  # left by a set-up that was killed
+    for left in venv.parent.glob(f".{venv.name}.partial-*"):
+        shutil.rmtree(left, ignore_errors=True)  # by a set-up that was killed
+    # Never that one's name again: its pip may outlive it for a while, and would write into ours.
+    partial = venv.with_name(f".{venv.name}.partial-{os.getpid()}")
     check_room(layer, venv.parent)
     python = partial / "bin" / "python"
     with timed(f"building the {layer.name} environment in {venv}"):

@@ -54,7 +54,7 @@ def make_arena(
         kinds=[0] * len(tensors),
         dtype_names=dtypes,
         dtypes=[dtypes.index(dtype) for _, dtype, _, _ in tensors],
-        shapes=[list(shape) for _, _, shape, _ in tensors],
+        shapes=[tuple(shape) for _, _, shape, _ in tensors],
         strides=[manifests.contiguous_strides(shape) for _, _, shape, _ in tensors],
         offsets=offsets,
         digests=b"".join(found),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import array
 import fcntl
 import mmap
 import os
@@ -11,6 +12,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -257,6 +259,75 @@ def test_a_copy_that_would_leave_the_arena_is_refused(offset: int, size: int) ->
         arena.put(offset, memoryview(b"x" * size))
     with pytest.raises(ValueError, match="outside"):
         arena.put_rows(offset, memoryview(b"x" * size), size, 1, 1)
+    assert bytes(arena.buffer) == bytes(PAGE)
+    arena.close()
+
+
+@pytest.mark.parametrize("size", [(64 << 10) - 1, 64 << 10, MIB + 17])
+def test_small_and_large_copies_arrive_alike(size: int) -> None:
+    """Large ones are written to the file, small ones stored through the mapping: both show at once, in both."""
+    data = random_bytes(size)
+    arena = host.HostArena.create(2 * MIB)
+    arena.put(333, memoryview(data))
+    assert bytes(arena.buffer[: size + 1000]) == bytes(333) + data + bytes(667)
+    arena.put(333 + size, memoryview(array.array("H", data[:32])))
+    (descriptor,) = arena.seal()
+    assert os.pread(descriptor, size + 32, 333) == data + data[:32]
+    os.close(descriptor)
+
+
+def test_a_write_that_takes_only_a_part_goes_on_where_it_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel writes at most 2 GiB at a time, and may take less."""
+    write = os.pwrite
+    monkeypatch.setattr(os, "pwrite", lambda descriptor, data, offset: write(descriptor, data[:1000], offset))
+    data, arena = random_bytes(MIB), host.HostArena.create(2 * MIB)
+    arena.put(256, memoryview(data))
+    assert bytes(arena.buffer) == bytes(256) + data + bytes(MIB - 256)
+    arena.close()
+
+
+class Part(NamedTuple):
+    """``extents.Rows`` as a test writes them."""
+
+    source_offset: int
+    num_rows: int
+    row_bytes: int
+    row_stride: int
+    offset: int
+
+
+def test_many_parts_of_a_buffer_arrive_as_one_by_one() -> None:
+    """Runs, rows that are apart, rows that touch, and nothing."""
+    data = np.random.default_rng(2).bytes(2 * PAGE)
+    parts = [Part(0, 1, 1000, 0, 512), Part(4000, 7, 100, 300, 2048), Part(7000, 3, 64, 64, 3000), Part(0, 0, 0, 0, 0)]
+    arena = host.HostArena.create(PAGE)
+    arena.put_all(memoryview(data), parts)
+    expected = bytearray(PAGE)
+    expected[512:1512] = data[:1000]
+    expected[2048:2748] = b"".join(data[4000 + 300 * row : 4100 + 300 * row] for row in range(7))
+    expected[3000:3192] = data[7000:7192]
+    assert bytes(arena.buffer) == expected
+    arena.close()
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        Part(2 * PAGE - 10, 1, 11, 0, 0),
+        Part(0, 1, 11, 0, PAGE - 10),
+        Part(-1, 1, 4, 0, 0),
+        Part(0, 1, 4, 0, -1),
+        Part(0, 1, -4, 0, 0),
+        Part(0, 3, 100, 99, 0),
+        Part(2 * PAGE - 1000, 11, 10, 100, 0),
+        Part(0, 41, 100, 100, 0),
+    ],
+)
+def test_a_part_that_leaves_buffer_or_arena_stops_all_copies(part: Part) -> None:
+    """One wrong row would write over another tensor, or read another buffer."""
+    arena = host.HostArena.create(PAGE)
+    with pytest.raises(ValueError, match="does not fit"):
+        arena.put_all(memoryview(b"x" * (2 * PAGE)), [Part(0, 1, 16, 0, 0), part])
     assert bytes(arena.buffer) == bytes(PAGE)
     arena.close()
 

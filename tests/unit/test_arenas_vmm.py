@@ -12,13 +12,13 @@ import sys
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 import xxhash
 
-from weightcache.arenas import allocations, contexts, driver, extents, memory, vmm
+from weightcache.arenas import allocations, contexts, driver, extents, memory, staging, vmm
 from weightcache.wire import reasons
 
 pytest.importorskip("cuda.bindings.driver", reason="cuda-bindings is not installed: its types are used even here")
@@ -150,6 +150,58 @@ def test_digests_are_the_rule_over_the_device_bytes(cuda: Any) -> None:
     assert mapping.digests(spans) == expected
     assert cuda.calls.count("cuModuleLoadData") == 2
     mapping.close()
+
+
+class Part(NamedTuple):
+    """``extents.Rows`` as a test writes them."""
+
+    source_offset: int
+    num_rows: int
+    row_bytes: int
+    row_stride: int
+    offset: int
+
+
+def uploaded_buffer(arena: vmm.VmmArena, data: bytes, mirrored: bool) -> staging.Buffer:
+    """A reader buffer of the arena that holds ``data``."""
+    pool = arena.staging(1, len(data), mirrored=mirrored)
+    buffer = pool.acquire()
+    buffer.view[:] = data
+    if mirrored:
+        pool.digest(buffer, [extents.Extent(0, len(data))], lambda found: None)
+    pool.release(buffer)
+    return buffer
+
+
+@pytest.mark.parametrize("where", ["mirror", "pinned", "ordinary"])
+def test_many_parts_of_a_buffer_arrive_as_one_by_one(cuda: Any, where: str) -> None:
+    """Runs, rows that are apart, rows that touch, and nothing: whatever memory they come from."""
+    data = random_bytes(MIB)
+    parts = [Part(0, 1, 1000, 0, 512), Part(4096, 7, 100, 300, 8192), Part(8192, 3, 64, 64, 2048), Part(0, 0, 0, 0, 0)]
+    arena = vmm.VmmArena.create(2 * MIB, FIRST)
+    buffer = None if where == "ordinary" else uploaded_buffer(arena, data, where == "mirror")
+    arena.put_all(buffer.view if buffer else memoryview(data), parts)
+    sizes, fds = arena.chunk_sizes, arena.seal()
+    mapping = vmm.VmmMapping.map_readonly(fds, sizes, FIRST)
+    close_all(fds)
+    expected = bytearray(2 * MIB)
+    expected[512:1512] = data[:1000]
+    expected[8192 : 8192 + 700] = b"".join(data[4096 + 300 * row : 4196 + 300 * row] for row in range(7))
+    expected[2048 : 2048 + 192] = data[8192 : 8192 + 192]
+    assert bytes_at(mapping.address, 2 * MIB) == expected
+    assert cuda.calls.count("cuMemcpyDtoDAsync") == (2 if where == "mirror" else 0)
+    mapping.close()
+
+
+def test_a_part_that_leaves_the_buffer_stops_all_copies(cuda: Any) -> None:
+    """One wrong row would write over another tensor, or read another buffer."""
+    arena = vmm.VmmArena.create(2 * MIB, FIRST)
+    buffer = uploaded_buffer(arena, random_bytes(MIB), mirrored=False)
+    before = len(cuda.calls)
+    with pytest.raises(ValueError, match="does not fit"):
+        arena.put_all(buffer.view, [Part(0, 1, 16, 0, 0), Part(MIB - 10, 1, 11, 0, 0)])
+    assert not [call for call in cuda.calls[before:] if "Memcpy" in call]
+    arena.close()
 
 
 @pytest.mark.parametrize("mirrored", [False, True])

@@ -23,8 +23,7 @@ def spec_of(tensor, pipeline, data, enabled, placement):
 
 
 LAYOUTS = [
-    spec_of(*layout)
-    for layout in itertools.product((1, 2), (1, 2), (1, 2), (False, True), ("linear", "round_robin"))
+    spec_of(*layout) for layout in itertools.product((1, 2), (1, 2), (1, 2), (False, True), ("linear", "round_robin"))
 ]
 
 

@@ -6,6 +6,7 @@ that the mapping misses works in a checkout and is missing for users. Neither is
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 import shutil
@@ -124,6 +125,17 @@ def test_the_wheel_carries_the_licence_and_the_command(wheel: Path):
     assert "weightcache = weightcache.cli.main:main" in entries
     assert "Apache License" in licence
     assert re.search(r"^def main\(", (TREE / "cli" / "main.py").read_text(), re.MULTILINE)
+
+
+def test_every_test_says_what_it_promises():
+    """A red test without a sentence tells whoever broke it nothing."""
+    silent = [
+        f"{path.relative_to(TREE)}::{node.name}"
+        for path in (TREE / "tests").rglob("test_*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.FunctionDef) and node.name.startswith("test_") and not ast.get_docstring(node)
+    ]
+    assert silent == []
 
 
 @pytest.mark.parametrize("name", ["constraints.txt", "constraints-exporter.txt"])

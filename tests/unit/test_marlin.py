@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from weightcache.kernels import marlin
+from weightcache.kernels import layouts, marlin
 
 
 def codes(n, k, seed=0):
@@ -44,7 +44,7 @@ def test_experts_are_repacked_one_by_one():
 def test_scales_become_s0e5m3_that_a_shift_turns_back():
     """The byte is fp16 of scale x factor x 2^7, shifted by 7: shifting back gives the value within e4m3's grain."""
     values = torch.tensor([448.0, 1.0, 0.5, 2.0**-6, 0.0]).repeat(64, 1).to(torch.float8_e4m3fn)
-    out = marlin.scales(values, torch.bfloat16, 1.0)
+    out = marlin.scales(values, 1.0)
     assert out.shape == (5, 64)
     back = (out.view(torch.uint8).to(torch.int16) << 7).view(torch.float16).to(torch.float32) / 2.0**7
     assert back[:, 0].tolist() == [448.0, 1.0, 0.5, 2.0**-6, 0.0]
@@ -59,10 +59,12 @@ def test_the_scale_factor_is_the_largest_power_of_two_that_fits():
 
 
 def test_the_cheaper_padding_is_chosen():
-    """By hand: 96 x 128 pads to 128 x 128 either way in N; 64 x 96 to 64 x 128; 128 x 64 stays."""
-    assert marlin.padded_linear(96, 128) == (128, 128)
-    assert marlin.padded_linear(64, 96) == (64, 128)
-    assert marlin.padded_linear(128, 64) == (128, 64)
+    """By hand: multiples of (64, 128) or (128, 64), whichever are fewer weights."""
+    assert layouts.padded_marlin(96, 128) == (128, 128)
+    assert layouts.padded_marlin(64, 96) == (64, 128)
+    assert layouts.padded_marlin(128, 64) == (128, 64)
+    assert layouts.padded_marlin(64, 64) == (64, 128)
+    assert layouts.padded_marlin(320, 64) == (384, 64)
 
 
 @pytest.mark.parametrize("shape", [(48, 8), (64, 4)])
