@@ -1,7 +1,8 @@
 """What a daemon owns on the node: the root it stands on, its cache's name, and its GPUs, all by lock.
 
 Two locks have to be held before anything is touched: the GPUs', so that no memory has two owners, and the cache's,
-so that ``daemon.sock`` has one. All of it is taken together, given back together, and freed by the kernel whatever happens.
+so that ``daemon.sock`` has one. All of it is taken together, given back together, and freed by the kernel whatever
+happens.
 """
 
 from __future__ import annotations

@@ -11,7 +11,14 @@ from weightcache.crds import specs
 from weightcache.daemon import checkpoints, placements
 from weightcache.wire import configs, digests, keys, reasons
 
-__all__ = ["LOADED", "build_keys", "build_position", "is_expert_parallel", "quantization_of", "refuse_other_quantization"]
+__all__ = [
+    "LOADED",
+    "build_keys",
+    "build_position",
+    "is_expert_parallel",
+    "quantization_of",
+    "refuse_other_quantization",
+]
 
 #: Layout of the loaded stage: as the engine's parameters are after loading and before any post-processing.
 LOADED = "loaded"

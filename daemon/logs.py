@@ -67,7 +67,9 @@ class Narrator:
             print("\r\x1b[2K" + _bar(fields), end="\n" if done else "", file=self._stream, flush=True)
             self._open_line = not done
         else:
-            self._line("progress", {name: value for name, value in fields.items() if name != "left_seconds" or value >= 0})
+            self._line(
+                "progress", {name: value for name, value in fields.items() if name != "left_seconds" or value >= 0}
+            )
 
 
 def _bar(fields: dict[str, Any]) -> str:

@@ -148,7 +148,8 @@ class Ranks:
         """Drop every arena after ``grace_seconds`` for engines to leave; whoever is left is cut off and named."""
         self._cache.draining = True
         deadline = time.monotonic() + grace_seconds
-        while groups.leases_of(self._cache.groups) and time.monotonic() < deadline:
+        # Leases end in sessions, which know nothing of a release; a tenth of a second is soon enough.
+        while groups.leases_of(self._cache.groups) and time.monotonic() < deadline:  # noqa: ASYNC110
             await asyncio.sleep(0.1)
         clients = self.server.cut_leases() if groups.leases_of(self._cache.groups) else []
         await self._cancel_tasks()

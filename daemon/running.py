@@ -4,8 +4,9 @@
     -> a loader per rank (gate, read, digest, seal) -> verify -> serve -> on SIGTERM: sockets away, locks last
 
 Nothing below the root but lock files is opened before the locks are held. Sockets are bound before loading, so
-that an engine that waits is told the progress, and one that asks for something else is told at once. A daemon that cannot
-start says why on the private socket, in its log and as its exit code; with ``--on-owned wait`` it stays and tries again.
+that an engine that waits is told the progress, and one that asks for something else is told at once. A daemon that
+cannot start says why on the private socket, in its log and as its exit code; with ``--on-owned wait`` it stays and
+tries again.
 """
 
 from __future__ import annotations

@@ -27,6 +27,10 @@ from weightcache.wire import frames, manifests, protocol, reasons
 __all__ = ["Supervisor"]
 
 _T = TypeVar("_T", bound=msgspec.Struct)
+_MODULES: dict[type, str] = {
+    orders.LoadOrder: "weightcache.daemon.loading",
+    orders.VerifyOrder: "weightcache.daemon.verifying",
+}
 _EVENTS: msgspec.msgpack.Decoder[orders.Event] = msgspec.msgpack.Decoder(orders.Event)
 #: How long a child may stay silent: a loader that waits for the gate behind a slow one says nothing for hours.
 _SILENCE_SECONDS = 7 * 24 * 3600.0
@@ -45,10 +49,7 @@ class Supervisor:
 
         Raises Refusal with the loader's reason, or ``LoaderDied`` with how it ended. Cancelling kills the loader.
         """
-        environment = _environment(order.device)
-        sealed, descriptors = await self._run(
-            "weightcache.daemon.loading", order, (), (lock_descriptor,), environment, on_event, orders.SealedArena
-        )
+        sealed, descriptors = await self._run(order, (), (lock_descriptor,), on_event, orders.SealedArena)
         try:
             manifest = manifests.decode(sealed.manifest)
             if len(descriptors) != len(sealed.chunk_sizes):
@@ -83,15 +84,7 @@ class Supervisor:
             memory=arena.memory, device=arena.device, chunk_sizes=arena.chunk_sizes, manifest=arena.manifest
         )
         try:
-            verdict, descriptors = await self._run(
-                "weightcache.daemon.verifying",
-                order,
-                copies,
-                (),
-                _environment(arena.device),
-                lambda _: None,
-                orders.Verdict,
-            )
+            verdict, descriptors = await self._run(order, copies, (), lambda _: None, orders.Verdict)
         except reasons.Refusal as refusal:
             if refusal.reason is reasons.Reason.LoaderDied:
                 raise reasons.Refusal(reasons.Reason.VerifyImpossible, f"verifier: {refusal.message}") from refusal
@@ -107,14 +100,14 @@ class Supervisor:
 
     async def _run(
         self,
-        module: str,
         order: orders.Order,
         descriptors: Sequence[int],
         inherited: Sequence[int],
-        environment: dict[str, str],
         on_event: Callable[[orders.Event], None],
         outcome: type[_T],
     ) -> tuple[_T, list[int]]:
+        """A child for ``order``: ``descriptors`` go with the order, ``inherited`` are kept open in it."""
+        module = _MODULES[type(order)]
         ours, theirs = socket.socketpair()
         with ours:
             with theirs:
@@ -125,7 +118,7 @@ class Supervisor:
                     "--socket",
                     str(theirs.fileno()),
                     pass_fds=(theirs.fileno(), *inherited),
-                    env=environment,
+                    env=_environment(order.device),
                     stdin=asyncio.subprocess.DEVNULL,
                     start_new_session=True,
                 )

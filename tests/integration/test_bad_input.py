@@ -4,6 +4,7 @@ import json
 import os
 import struct
 import time
+from typing import Any
 
 import pytest
 
@@ -58,10 +59,9 @@ def huge(checkpoint):
     (checkpoint / "config.json").write_text(json.dumps({**made, "vocab_size": rows}))
     entries, position = {}, 0
     for name, (dtype, shape, data) in tensors.items():
-        size = len(data)
-        if shape[0] == made["vocab_size"]:
-            shape, size = (rows, *shape[1:]), len(data) // shape[0] * rows
-        entries[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [position, position + size]}
+        full = (rows, *shape[1:]) if shape[0] == made["vocab_size"] else shape
+        size = len(data) // shape[0] * full[0]
+        entries[name] = {"dtype": dtype, "shape": list(full), "data_offsets": [position, position + size]}
         position += size
     text = json.dumps(entries).encode()
     with (checkpoint / "model.safetensors").open("wb") as file:
@@ -72,7 +72,7 @@ def huge(checkpoint):
             pytest.skip(f"this file system holds no sparse file of 128 GiB: {error}")
 
 
-CASES = {
+CASES: dict[str, tuple[Any, dict[str, Any], reasons.Reason, list[str]]] = {
     "no such directory": (lambda c: c.rename(c.with_name("gone")), {}, R.CheckpointNotFound, ["model"]),
     "a shard is missing": (lambda c: shards(c)[1].unlink(), {}, R.CheckpointIncomplete, ["model-00002-of-00002"]),
     "a shard is cut off": (
@@ -162,7 +162,7 @@ def test_a_checkpoint_that_changes_while_it_is_read_is_read_again(tmp_path, chec
         assert again.wait_ready().key.content == content, "the content that was proven is that of the new files"
 
 
-# --- the root and the paths --------------------------------------------------------------------------------------------
+# --- the root and the paths -----------------------------------------------------------------------------------------
 def refused(tmp_path, checkpoint, root):
     spec = daemons.write_spec(tmp_path / "cache.json", checkpoint)
     with daemons.DaemonProcess(spec, root) as daemon:

@@ -29,7 +29,7 @@ CONTENT = evidence.HeldContent(digest="1" * 32, files=[], cache_uid="01234567-89
 REF = protocol.CacheRef(namespace="default", name="served", uid=CONTENT.cache_uid)
 
 
-def make_arena(
+def make_arena(  # noqa: PLR0913 - every part of an arena may be what a test is about
     tensors, *, kind="Host", device="host-0", generation="a" * 16, aliases=None, metadata=None, chunk_bytes=None
 ):
     """An arena with ``tensors``: a list of (name, dtype, shape, bytes or None); None leaves zeros."""

@@ -1,5 +1,6 @@
 """The command line itself: what it accepts, what it refuses, and that it stays light."""
 
+import argparse
 import importlib
 import json
 import subprocess
@@ -49,7 +50,7 @@ def test_sizes_are_read_as_people_write_them(text, wanted):
 @pytest.mark.parametrize("text", ["", "GiB", "-1", "1PiB", "2GX/s", "1e9", "0x10", "1 2"])
 def test_what_is_no_size_is_refused(text):
     """A typo must not start a daemon with another limit."""
-    with pytest.raises(arguments.argparse.ArgumentTypeError, match="not a size"):
+    with pytest.raises(argparse.ArgumentTypeError, match="not a size"):
         arguments.size_bytes(text)
 
 

@@ -37,7 +37,7 @@ def parsers():
             yield name, parser
 
 
-@pytest.mark.parametrize(("name", "parser"), parsers(), ids=lambda value: value if isinstance(value, str) else "")
+@pytest.mark.parametrize(("name", "parser"), list(parsers()), ids=lambda value: value if isinstance(value, str) else "")
 def test_every_command_and_option_is_documented(name, parser):
     """An option that only the source knows does not exist for its user."""
     section = re.search(rf"^## weightcache {re.escape(name)}$(.*?)(?=^## |\Z)", PAGE, re.MULTILINE | re.DOTALL)

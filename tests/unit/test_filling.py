@@ -20,6 +20,7 @@ class Model(nn.Module):
         self.head = nn.Linear(4, 6, bias=False)
         if tied:
             self.head.weight = self.embed.weight
+        self.rotary: torch.Tensor
         self.register_buffer("rotary", torch.arange(8.0))
 
 

@@ -50,9 +50,9 @@ def carry_out(plan: plans.RankPlan, directory: Path, buffer_bytes: int = 4 * MIB
                 start, offset = part.source_offset + row * part.row_stride, part.offset + row * part.row_bytes
                 assert 0 <= start <= len(buffer) - part.row_bytes
                 arena[offset : offset + part.row_bytes] = buffer[start : start + part.row_bytes]
-        for part in unit.scales:
-            table = slice(part.table_offset, part.table_offset + part.size_bytes)
-            scales[table] = buffer[part.source_offset : part.source_offset + part.size_bytes]
+        for scale in unit.scales:
+            table = slice(scale.table_offset, scale.table_offset + scale.size_bytes)
+            scales[table] = buffer[scale.source_offset : scale.source_offset + scale.size_bytes]
         for block in unit.blocks:
             data = buffer[block.source_offset : block.source_offset + block.size_bytes]
             assert (unit.file, block.block) not in blocks

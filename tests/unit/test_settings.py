@@ -62,6 +62,7 @@ def test_a_bad_setting_is_refused_with_the_file_and_its_path(tmp_path, text, wor
 @pytest.mark.parametrize("name", ["..", "a/b", "x" * 254, "."])
 def test_a_name_that_is_no_directory_name_is_refused(tmp_path, name):
     """The name becomes a path below the root."""
-    text = f"apiVersion: weightcache.dev/v1alpha1\nkind: WeightCache\nmetadata: {{name: '{name}'}}\nspec: {{{MODEL.strip()}}}\n"
+    head = "apiVersion: weightcache.dev/v1alpha1\nkind: WeightCache\n"
+    text = f"{head}metadata: {{name: '{name}'}}\nspec: {{{MODEL.strip()}}}\n"
     with pytest.raises(reasons.Refusal, match=r"metadata\.name"):
         read(tmp_path, text)
