@@ -71,10 +71,8 @@ def rank_keys(status: protocol.DaemonStatus, model_directory: Path) -> list[keys
             placement=specs.ExpertPlacement(key.expert_placement or specs.ExpertPlacement.linear),
         ),
     )
-    num_experts = _num_experts(model_directory / "config.json") if key.expert_parallel else 0
+    num_experts = _num_experts(model_directory / "config.json") if key.moe_layout else 0
     positions = [keying.build_position(parallelism, num_experts, rank) for rank in range(world)]
-    if not key.expert_parallel:  # every rank holds slices of all experts
-        positions = [msgspec.structs.replace(position, experts=key.position.experts) for position in positions]
     return [msgspec.structs.replace(key, position=position) for position in positions]
 
 
