@@ -122,7 +122,3 @@ class _Above:
 
     def flush(self) -> None:
         """Nothing is held back but an incomplete line."""
-
-    def isatty(self) -> bool:
-        """No: the narrator shall write lines, and leave progress to the bars."""
-        return False

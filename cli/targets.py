@@ -11,12 +11,11 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from weightcache.wire import reasons
+from weightcache.wire import reasons, sockets
 
 __all__ = ["Target", "find", "find_one", "list_below"]
 
 _DIRECTORY = re.compile(r"[0-9a-f]{10}")
-_DAEMON_SOCKET = "daemon.sock"
 
 
 @dataclass(frozen=True)
@@ -71,7 +70,7 @@ def list_below(root: Path) -> list[Target]:
         return []
     except OSError as error:
         raise reasons.Refusal(reasons.Reason.RootInvalid, f"{directory}: {error.strerror}") from error
-    targets = [Target(names.get(uid, uid), directory / uid / _DAEMON_SOCKET) for uid in uids]
+    targets = [Target(names.get(uid, uid), directory / uid / sockets.DAEMON_SOCKET) for uid in uids]
     return sorted(targets, key=lambda target: target.name)
 
 

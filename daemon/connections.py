@@ -17,12 +17,11 @@ from typing import NamedTuple
 
 import msgspec
 
+from weightcache.daemon import roots
 from weightcache.wire import frames, protocol, reasons
 
-__all__ = ["MESSAGE_SECONDS", "TEMPORARY_SUFFIX", "Closed", "Connection", "Peer", "listen"]
+__all__ = ["MESSAGE_SECONDS", "Closed", "Connection", "Peer", "listen"]
 
-#: A socket is bound under its final name and this, then renamed; paths are checked with it.
-TEMPORARY_SUFFIX = ".new"
 
 #: A frame that has begun must be whole, and an answer must have left, within this many seconds.
 MESSAGE_SECONDS = 10.0
@@ -148,7 +147,7 @@ def listen(path: str, mode: int, group: int = -1, backlog: int = 1024) -> socket
     There is no moment without a listener, and connections to a former one stay open. ``group``: owning group id, -1
     to leave it. Raises OSError.
     """
-    temporary = f"{path}{TEMPORARY_SUFFIX}"
+    temporary = f"{path}{roots.TEMPORARY_SUFFIX}"
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
     try:
         with contextlib.suppress(FileNotFoundError):

@@ -103,6 +103,12 @@ def free_bytes(device: Device, nvml: Any = None) -> int:
         raise _not_found(f"{device.uuid}: NVML does not tell its free memory: {error}") from error
 
 
+def describe_shortage(where: str, need_bytes: int, free_bytes: int) -> str:
+    """What is needed, what is free and what is missing, in bytes and GiB, for refusals. Pure."""
+    figures = [f"{size} bytes ({size / 2**30:.2f} GiB)" for size in (need_bytes, free_bytes, need_bytes - free_bytes)]
+    return f"{where} needs {figures[0]}, {figures[1]} are free, {figures[2]} short"
+
+
 def host_free_bytes(proc: Path = _PROC, cgroups: Path = _CGROUPS) -> int:
     """Bytes this process may still fill: the least of MemAvailable and what each cgroup above it leaves.
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from types import TracebackType
 
 from weightcache.crds import specs
-from weightcache.daemon import connections, devices, locks, modelfiles, ownership, roots, settings
+from weightcache.daemon import devices, locks, modelfiles, ownership, roots, settings
 from weightcache.wire import reasons
 
 __all__ = ["Holding"]
@@ -114,6 +114,3 @@ def _may_prepare(root: Path) -> bool:
         return True
     except OSError:
         return False
-
-
-assert connections.TEMPORARY_SUFFIX == ".new", "roots.check_socket_paths reckons with this suffix"

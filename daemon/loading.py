@@ -173,9 +173,8 @@ def _refuse_shortage(order: orders.LoadOrder, plan: plans.RankPlan, cut: reading
     if need > free:
         raise reasons.Refusal(
             reason,
-            f"{order.device} needs {need} bytes ({need / 2**30:.2f} GiB: {plan.arena_bytes} for the weights, the rest "
-            f"while loading), {free} are free ({free / 2**30:.2f} GiB), {need - free} short "
-            f"({(need - free) / 2**30:.2f} GiB)",
+            devices.describe_shortage(order.device, need, free)
+            + f"; {plan.arena_bytes} bytes are for the weights, the rest while loading",
         )
 
 

@@ -37,8 +37,7 @@ class LoadOrder(_Order, frozen=True):
     ``stats``: of every checkpoint file when the daemon read its header, by name: other stats mean that the plan no
     longer fits (``CheckpointChanged``). ``device``: GPU UUID, or host slot such as ``host-0``. ``gate_directory``:
     where the gate's slots lie. ``buffer_bytes``: all reader buffers together. ``holder``: one line for the gate file.
-    ``lock_descriptor``: number of the inherited lock, kept open until the loader ends.
-    ``bytes_per_second``: limit of reading, 0 for none.
+    ``bytes_per_second``: limit of reading, 0 for none. The GPU's lock is inherited beside the order, not named in it.
     """
 
     spec: specs.WeightCacheSpec

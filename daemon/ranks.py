@@ -128,6 +128,8 @@ class Ranks:
                 return self._cache.not_ready()
             began, damaged, checked = time.monotonic(), [], 0
             for rank, arena in held:
+                if rank.arena is not arena:
+                    continue  # given up while another was judged: its descriptors are closed
                 verdict = await self._supervisor.verify(arena)
                 checked += verdict.bytes_checked
                 if verdict.damaged and rank.arena is arena:
@@ -273,14 +275,21 @@ class Ranks:
         self.start()
 
     def _is_fatal(self, refusal: reasons.Refusal) -> bool:
-        """Whether the daemon should give up this plan: end with the reason, or read the checkpoint anew."""
-        if self._was_ready or self._fatal is None or self._fatal.done():
+        """Whether the daemon should give up this plan: end with the reason, or read the checkpoint anew.
+
+        A changed checkpoint cannot complete what was planned from the old one; but a group that is ready with the old
+        bytes is served on, and then it is for a person to release it.
+        """
+        if self._fatal is None or self._fatal.done():
             return False
-        changed = refusal.reason is reasons.Reason.CheckpointChanged
-        if changed or (self._settings.on_owned == "exit" and refusal.reason not in _TRY_AGAIN):
+        if refusal.reason is reasons.Reason.CheckpointChanged:
+            gives_up = not any(group.state == states.READY for group in self._cache.groups)
+        else:
+            ends = self._settings.on_owned == "exit" and refusal.reason not in _TRY_AGAIN
+            gives_up = ends and not self._was_ready
+        if gives_up:
             self._fatal.set_result(refusal)
-            return True
-        return False
+        return gives_up
 
     def _task_ended(self, task: asyncio.Task[None]) -> None:
         if task.cancelled() or task.exception() is None or self._fatal is None or self._fatal.done():
@@ -342,11 +351,7 @@ def _refuse_too_small(spec: specs.WeightCacheSpec, owned: tuple[devices.Device, 
     if shortages:
         raise reasons.Refusal(
             reason,
-            "; ".join(
-                f"{where} needs {need} bytes ({need / 2**30:.2f} GiB), {free} are free ({free / 2**30:.2f} GiB), "
-                f"{need - free} short ({(need - free) / 2**30:.2f} GiB)"
-                for where, need, free in shortages
-            ),
+            "; ".join(devices.describe_shortage(where, need, free) for where, need, free in shortages),
         )
 
 

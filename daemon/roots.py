@@ -25,10 +25,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from weightcache.daemon import directories
-from weightcache.wire import protocol, reasons
+from weightcache.wire import protocol, reasons, sockets
 
 __all__ = [
-    "SOCKET_PATH_LIMIT",
     "Root",
     "cache_directory",
     "check_socket_paths",
@@ -40,8 +39,6 @@ __all__ = [
     "short_uid",
 ]
 
-#: Bytes of a Unix socket path on Linux: 108 in sockaddr_un, one of them the closing zero (unix(7)).
-SOCKET_PATH_LIMIT = 107
 #: Sockets are bound under their name and this, then renamed; so are files and links here.
 TEMPORARY_SUFFIX = ".new"
 _CACHE_MODE = 0o2750
@@ -157,13 +154,13 @@ def check_socket_paths(root: Root, cache_uid: str, devices: Sequence[str]) -> No
     temporary names that sockets are bound under count.
     """
     directory = cache_directory(root, cache_uid)
-    names = ["daemon.sock", *(rank_socket_name(device) for device in devices)]
+    names = [sockets.DAEMON_SOCKET, *(rank_socket_name(device) for device in devices)]
     longest = max((os.fsencode(directory / f"{name}{TEMPORARY_SUFFIX}") for name in names), key=len)
-    excess = len(longest) - SOCKET_PATH_LIMIT
+    excess = len(longest) - sockets.PATH_LIMIT_BYTES
     if excess > 0:
         raise reasons.Refusal(
             reasons.Reason.SocketPathTooLong,
-            f"{os.fsdecode(longest)}: {len(longest)} bytes, {SOCKET_PATH_LIMIT} are the limit; "
+            f"{os.fsdecode(longest)}: {len(longest)} bytes, {sockets.PATH_LIMIT_BYTES} are the limit; "
             f"choose a root that is shorter than {root.path} by {excess} bytes",
         )
 

@@ -20,8 +20,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from weightcache.daemon import backoff, caches, holdings, logs, ranks, serving, settings, supervising
-from weightcache.wire import reasons, versions
+from weightcache.daemon import backoff, caches, holdings, logs, ranks, roots, serving, settings, supervising
+from weightcache.wire import reasons, sockets, versions
 
 __all__ = ["Daemon", "run"]
 
@@ -131,9 +131,11 @@ class Daemon:
 
 
 def _open_private(server: serving.Server, path: Path) -> None:
-    if len(os.fsencode(path)) + len(".new") > 107:
+    limit = sockets.PATH_LIMIT_BYTES - len(roots.TEMPORARY_SUFFIX)
+    if len(os.fsencode(path)) > limit:
         raise reasons.Refusal(
-            reasons.Reason.SocketPathTooLong, f"status socket {path}: {len(os.fsencode(path))} bytes, 103 are the limit"
+            reasons.Reason.SocketPathTooLong,
+            f"status socket {path}: {len(os.fsencode(path))} bytes, {limit} are the limit",
         )
     try:
         server.open_private(path)

@@ -16,10 +16,10 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from weightcache.daemon import caches, connections, groups, roots, sessions
+from weightcache.wire import reasons, sockets
 
-__all__ = ["DAEMON_SOCKET", "Server"]
+__all__ = ["Server"]
 
-DAEMON_SOCKET = "daemon.sock"
 _LOG = logging.getLogger("weightcache.daemon")
 
 
@@ -37,14 +37,20 @@ class Server:
         self._listen(path, 0o600, sessions.Scope("private"))
 
     def open_public(self, directory: Path, ranks: Iterable[groups.Rank], socket_group: int) -> None:
-        """Serve ``daemon.sock`` and a socket for each rank (0660, of ``socket_group``). The locks must be held."""
-        scopes = {DAEMON_SOCKET: sessions.Scope("daemon")}
+        """Serve ``daemon.sock`` and a socket for each rank (0660, of ``socket_group``). The locks must be held.
+
+        Raises Refusal ``RootInvalid`` when a socket cannot be made; those made so far go with :meth:`close_public`.
+        """
+        scopes = {sockets.DAEMON_SOCKET: sessions.Scope("daemon")}
         scopes |= {roots.rank_socket_name(rank.device.uuid): sessions.Scope("rank", rank) for rank in ranks}
-        for leftover in directory.glob("*.sock*"):
-            if leftover.name not in scopes:
-                leftover.unlink(missing_ok=True)
-        for name, scope in scopes.items():
-            self._listen(directory / name, 0o660, scope, socket_group)
+        try:
+            for leftover in directory.glob("*.sock*"):
+                if leftover.name not in scopes:
+                    leftover.unlink(missing_ok=True)
+            for name, scope in scopes.items():
+                self._listen(directory / name, 0o660, scope, socket_group)
+        except OSError as error:
+            raise reasons.Refusal(reasons.Reason.RootInvalid, f"sockets in {directory}: {error}") from error
 
     def close_public(self) -> None:
         """Take the public sockets away and end their sessions; call it while the locks are still held."""

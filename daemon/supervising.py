@@ -111,17 +111,7 @@ class Supervisor:
         ours, theirs = socket.socketpair()
         with ours:
             with theirs:
-                process = await asyncio.create_subprocess_exec(
-                    sys.executable,
-                    "-m",
-                    module,
-                    "--socket",
-                    str(theirs.fileno()),
-                    pass_fds=(theirs.fileno(), *inherited),
-                    env=_environment(order.device),
-                    stdin=asyncio.subprocess.DEVNULL,
-                    start_new_session=True,
-                )
+                process = await _start(module, theirs.fileno(), inherited, order.device)
             try:
                 return await self._converse(ours, order, descriptors, on_event, outcome)
             except reasons.Refusal as refusal:
@@ -157,6 +147,21 @@ class Supervisor:
             if isinstance(event, orders.Failed):
                 raise reasons.Refusal(reasons.Reason(event.reason), event.message)
             on_event(event)
+
+
+async def _start(module: str, channel: int, inherited: Sequence[int], device: str) -> asyncio.subprocess.Process:
+    """Raises Refusal ``LoaderDied`` when the node starts no process now: no fault of a daemon that serves."""
+    try:
+        return await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", module, "--socket", str(channel)),
+            pass_fds=(channel, *inherited),
+            env=_environment(device),
+            stdin=asyncio.subprocess.DEVNULL,
+            start_new_session=True,
+        )
+    except OSError as error:
+        message = f"{module.rsplit('.', 1)[-1]} process cannot be started: {error}"
+        raise reasons.Refusal(reasons.Reason.LoaderDied, message) from error
 
 
 def progress(event: orders.Progressed, former: protocol.Progress, began_at: float, now: float) -> protocol.Progress:

@@ -16,7 +16,7 @@ from types import TracebackType
 import msgspec
 
 from weightcache.engine import connecting, proving
-from weightcache.wire import evidence, keys, protocol, reasons, versions
+from weightcache.wire import evidence, keys, protocol, reasons, sockets, versions
 
 __all__ = ["Claim", "Ticket", "Wish", "ask", "claim", "default_client", "rank_index"]
 
@@ -134,7 +134,7 @@ def ask(  # noqa: PLR0913 - one request has this many parts
     while True:
         request = protocol.Claim(key=key, proof=prover.proof, gpus=wish.gpus, group=wish.group, share=wish.share)
         deadline = time.monotonic() + deadline_seconds
-        found = connecting.converse(directory, connecting.DAEMON_SOCKET, client, request, deadline)
+        found = connecting.converse(directory, sockets.DAEMON_SOCKET, client, request, deadline)
         answer = found.answer
         if isinstance(answer, protocol.Claimed):
             return Claim(_ticket(found.welcome, answer, prover.proof), found.keep_connection())

@@ -18,13 +18,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from weightcache.engine import answers
-from weightcache.wire import frames, protocol, reasons
+from weightcache.wire import frames, protocol, reasons, sockets
 
-__all__ = ["DAEMON_SOCKET", "PATH_LIMIT_BYTES", "Conversation", "Patience", "backoff_seconds", "converse", "resolve"]
+__all__ = ["Conversation", "Patience", "backoff_seconds", "converse", "resolve"]
 
-DAEMON_SOCKET = "daemon.sock"
-#: sockaddr_un.sun_path holds 108 bytes with the terminating zero (unix(7)).
-PATH_LIMIT_BYTES = 107
 #: The longest socket name in a cache's directory: 16 hex digits of a GPU's UUID.
 _LONGEST_NAME = "0123456789abcdef.sock"
 _BUSY_SECONDS = 0.005
@@ -209,10 +206,10 @@ def _close_all(descriptors: list[int]) -> None:
 
 def _check_length(path: str) -> None:
     length = len(os.fsencode(path))
-    if length > PATH_LIMIT_BYTES:
+    if length > sockets.PATH_LIMIT_BYTES:
         raise reasons.Refusal(
             reasons.Reason.SocketPathTooLong,
-            f"{path} is {length} bytes, the kernel's limit for a socket path is {PATH_LIMIT_BYTES}: "
+            f"{path} is {length} bytes, the kernel's limit for a socket path is {sockets.PATH_LIMIT_BYTES}: "
             "mount the directory of the sockets at a shorter path",
         )
 

@@ -114,7 +114,7 @@ MEANINGS: dict[Reason, Meaning] = {
         24, False, "a quantization scale is zero, negative, infinite or not a number", "export the checkpoint again"
     ),
     _R.UnsupportedArchitecture: Meaning(
-        25, False, "this preparer does not know the model's architecture", "use an architecture listed in docs/support"
+        25, False, "this preparer does not know the model's architecture", "use an architecture that the message lists"
     ),
     _R.UnsupportedQuantization: Meaning(
         26, False, "this preparer does not know the quantization method", "use a supported method"
